@@ -238,15 +238,22 @@ class MegatronTrainer:
         self._sleep.require_awake("load_copy")
         self.copies.load(name, path)
 
-    def score(self, shard: Sequence[MicroBatch], *, temperature: float | None = None, replay: bool = False) -> Scored:
-        """Log-probabilities and routes of this rank's micro-batches under the current weights, at `temperature` (None:
-        the run's); see Step.score. No state changes."""
+    def score(
+        self,
+        shard: Sequence[MicroBatch],
+        *,
+        temperature: float | None = None,
+        replay: bool = False,
+        states: bool = False,
+    ) -> Scored:
+        """Log-probabilities, routes and states of layers of this rank's micro-batches under the current weights, at
+        `temperature` (None: the run's); see Step.score. No state changes."""
         self._sleep.require_awake("score")
         of_run = [model.temperature for model in self.models]
         try:
             for model in self.models:
                 model.temperature = of_run[0] if temperature is None else temperature
-            return self._step.score(shard, replay=replay)
+            return self._step.score(shard, replay=replay, states=states)
         finally:
             for model, own in zip(self.models, of_run, strict=True):
                 model.temperature = own

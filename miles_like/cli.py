@@ -257,9 +257,10 @@ def verify(
         bool,
         typer.Option("--overwrite", help="publish the trainer's weights to the servers named by --server, once hashed"),
     ] = False,
-    prompts: Annotated[
-        int | None, typer.Option("--prompts", min=1, help="number of prompts to sample, 32 by default")
-    ] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="name the first layer whose residual stream differs")
+    ] = False,
+    prompts: Annotated[int | None, typer.Option("--prompts", min=1, help="to sample, 32 by default")] = None,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
     ray_address: RayOption = None,
 ) -> None:
@@ -279,6 +280,7 @@ def verify(
                 attached=server or (),
                 key=key,
                 overwrite=overwrite,
+                layers=layers,
                 prompts=prompts,
             )
             found, plots = assemble.verify(loaded, run_dir, console, ray_address, options)

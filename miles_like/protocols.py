@@ -134,8 +134,11 @@ class TrainerRanks(Trainer, Protocol):
     def fingerprint(self) -> str | None:
         """A hash of the results of the ranks' kernels; None unless the trainer is deterministic."""
 
-    async def score(self, batch: TrainBatch, *, temperature: float, replay: bool) -> list[tuple[int, Scored]]:
-        """For every rank (its DP shard, its result). Forward only. Raises as `train`."""
+    async def score(
+        self, batch: TrainBatch, *, temperature: float, replay: bool, states: bool = False
+    ) -> list[tuple[int, Scored]]:
+        """For every rank (its DP shard, its result). states: with the residual stream at its layers. Forward only.
+        Raises as `train`."""
 
     async def load(self, path: Path, *, version: int | None = None) -> None:
         """Load what `save` wrote. version: the version of the loaded weights, if no publication follows. Raises
@@ -310,9 +313,16 @@ class RankTrainer(Protocol):
         `version` is the weight version afterwards."""
 
     def evaluate(self, shard: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]: ...
-    def score(self, shard: Sequence[MicroBatch], *, temperature: float | None = None, replay: bool = False) -> Scored:
+    def score(
+        self,
+        shard: Sequence[MicroBatch],
+        *,
+        temperature: float | None = None,
+        replay: bool = False,
+        states: bool = False,
+    ) -> Scored:
         """Log-probs under the current weights, and the routers' choice; with `replay` the rollout's routes are used.
-        temperature: None: the run's."""
+        temperature: None: the run's. states: with the residual stream at this rank's layers."""
 
     def logprobs(
         self, shard: Sequence[MicroBatch], weights: str | None = None, *, candidates: bool = False

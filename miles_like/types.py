@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 
 from routing_replay.rank_routes import RankRoutes
-from routing_replay.replay import RecordedRoutes
+from routing_replay.replay import FedRows, RecordedRoutes
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import VersionSpan as VersionSpan
 
@@ -231,6 +231,15 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerStates:
+    """The residual stream of a micro-batch at this rank's layers (megatron_bridge/step/layer_states.py)."""
+
+    fed: FedRows
+    states: tuple[int, ...]  # [n] numbers
+    values: Tensor  # [rows of `fed`, n, H], in the dtype of the activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scored:
     """The forward pass of one trainer rank over its DP shard."""
 
@@ -238,6 +247,7 @@ class Scored:
     routes: Sequence[
         RecordedRoutes
     ]  # of each micro-batch, for this rank's tokens and layers; empty if routes were replayed
+    states: Sequence[LayerStates] = ()  # of each micro-batch, if they were requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,5 +1,5 @@
-"""`python -m rollout.guard PARENT_PID [--foreign] [--secrets A,B] COMMAND...`: run a server that must not outlive the
-process that started it.
+"""`python -m rollout.guard PARENT_PID [--foreign] [--secrets A,B] [--modules DIR] COMMAND...`: run a server that must
+not outlive the process that started it.
 
 The guard leads a separate process group, checks twice a second whether its parent is still the process that started
 it, and kills the group when it is not. Linux's PR_SET_PDEATHSIG needs no extra process, but it fires when the *thread*
@@ -10,7 +10,8 @@ whose driver has gone, which are the guards.
 If the environment has a server key, or variables whose names follow `--secrets`, the server's output passes through the
 guard, which redacts their values: stock SGLang logs all its arguments, and logs outlive the run.
 
-With `--foreign` the command's first word is the Python of another virtual environment than the guard's.
+With `--foreign` the command's first word is the Python of another virtual environment than the guard's. With
+`--modules` it also finds the modules of a folder.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import IO, NamedTuple
 
@@ -42,6 +43,7 @@ class Task(NamedTuple):
     foreign: bool
     secrets: tuple[str, ...]  # names
     command: list[str]
+    modules: str = ""  # "": none
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Task:
@@ -49,11 +51,14 @@ class Task(NamedTuple):
         foreign = rest[0] == "--foreign"
         rest = rest[foreign:]
         secrets = rest[1].split(",") if rest[0] == "--secrets" else []
-        return cls(int(parent), foreign, tuple(secrets), rest[2:] if secrets else rest)
+        rest = rest[2:] if secrets else rest
+        modules = rest[1] if rest[0] == "--modules" else ""
+        return cls(int(parent), foreign, tuple(secrets), rest[2:] if modules else rest, modules)
 
     def words(self) -> list[str]:
         secrets = ["--secrets", ",".join(self.secrets)] if self.secrets else []
-        return [str(self.parent), *(["--foreign"] if self.foreign else []), *secrets, *self.command]
+        modules = ["--modules", self.modules] if self.modules else []
+        return [str(self.parent), *(["--foreign"] if self.foreign else []), *secrets, *modules, *self.command]
 
 
 def _copy(output: IO[bytes], key: ServerKey | None, secrets: Sequence[bytes]) -> None:
@@ -66,12 +71,18 @@ def _copy(output: IO[bytes], key: ServerKey | None, secrets: Sequence[bytes]) ->
             os.write(1, line)
 
 
+def _paths(first: str, environment: Mapping[str, str]) -> list[str]:
+    return [first, *filter(None, [environment.get("PYTHONPATH")])]
+
+
 def main() -> int:
     task = Task.read(sys.argv[1:])
     key = inherited_key()
     environment = environment_with(key)
     if task.foreign:
         environment = environment_of(task.command[0], environment)
+    if task.modules:
+        environment = {**environment, "PYTHONPATH": os.pathsep.join(_paths(task.modules, environment))}
     values = [environment[name].encode() for name in task.secrets if len(environment[name]) >= _SHORTEST]
     redacts = key is not None or bool(values)
     # SIGTERM is sent to the whole group. The guard ignores it, to report how the server ended.

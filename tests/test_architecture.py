@@ -55,6 +55,7 @@ RULES = {
     "rollout.prompts": "miles_like.section miles_like.types",
     "rollout.sglang": f"{CONTRACTS} quant routing_replay rollout.config rollout.concurrency rollout.seeds"
     " rollout.guard rollout.server_key rollout.server_url rollout.wire",
+    "rollout.sglang.hooks": "",
     "rollout.publish": f"{CONTRACTS} quant rollout.config rollout.server_key rollout.server_url rollout.sglang"
     " rollout.wire",
     "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds",
@@ -122,9 +123,10 @@ RULES = {
     "miles_like.nodes": "miles_like.stopping miles_like.variables",
     "miles_like.cluster": f"{CONTRACTS} quant routing_replay rollout.config rollout.publish rollout.sglang"
     " megatron_bridge.config megatron_bridge.trainer miles_like.batch miles_like.config.sections miles_like.nodes",
+    "miles_like.verify.layers": "",
     "miles_like.verify": f"{CONTRACTS} quant routing_replay rollout.episodes rollout.publish rollout.seeds"
     " rollout.sglang rollout.wire megatron_bridge.config miles_like.algorithms.terms miles_like.batch"
-    " miles_like.report",
+    " miles_like.report miles_like.verify.layers",
     "miles_like.staging": f"{CONTRACTS} quant.hf_config megatron_bridge.convert megatron_bridge.families"
     " megatron_bridge.plan miles_like.cluster miles_like.config miles_like.nodes miles_like.storage",
     # miles_like: commands, which alone name both the trainer and the rollout

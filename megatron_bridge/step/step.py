@@ -23,6 +23,7 @@ from megatron_bridge.device.collective_errors import check_equal, raise_on_every
 from megatron_bridge.device.parallel import ParallelContext
 from megatron_bridge.model.build import unwrap
 from megatron_bridge.model.mtp import mtp_loss
+from megatron_bridge.step.layer_states import StateRecorder
 from megatron_bridge.step.overlap import leave_no_sync
 from megatron_bridge.step.replay_hook import RoutingReplay, Source
 from megatron_bridge.step.routing_check import COVERAGE, agreement_stats
@@ -127,16 +128,22 @@ class Step:
             self._shards(batches if candidates else _without_candidates(batches), forward_only=True, source="own")
         )
 
-    def score(self, batches: Sequence[MicroBatch], *, replay: bool) -> Scored:
+    def score(self, batches: Sequence[MicroBatch], *, replay: bool, states: bool = False) -> Scored:
         """Each micro-batch's log-probabilities and the choices of this rank's routers. With `replay` the experts are
-        the rollout's, regardless of replay.mode, and no choices are returned. Results are on the CPU, since the caller
-        may run on a machine without a device. Collective; raises as `logprobs`, and for missing routes to replay."""
+        the rollout's, regardless of replay.mode, and no choices are returned. states: return the residual stream at
+        this rank's layers too. Results are on the CPU, since the caller may run on a machine without a device.
+        Collective; raises as `logprobs`, and for missing routes to replay."""
         batches = _without_candidates(batches)
-        logprobs = self._pass_logprobs(
-            self._shards(batches, forward_only=True, source="rollout" if replay else "record")
-        )
+        shards = self._shards(batches, forward_only=True, source="rollout" if replay else "record")
+        recorder = StateRecorder(self.chunks, lambda: self.replay.micro)
+        with recorder if states else nullcontext():
+            logprobs = self._pass_logprobs(shards)
         routes = () if replay else tuple(self.replay.recorded())
-        return Scored(logprobs=[x.cpu() for x in logprobs], routes=[own.on_cpu() for own in routes])
+        return Scored(
+            logprobs=[x.cpu() for x in logprobs],
+            routes=[own.on_cpu() for own in routes],
+            states=recorder.states([s.fed for s in shards]) if states else (),
+        )
 
     def old_policy(self, batches: Sequence[MicroBatch]) -> OldPolicy:
         """The old-log-prob pass over a mini-batch: as `logprobs`, but with the routes that its update will replay,

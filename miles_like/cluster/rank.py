@@ -56,9 +56,12 @@ class Rank:
         self.trainer.signals.meet()
         return self.trainer.evaluate(_with_routes(shard, routes), loss_tokens)
 
-    def score(self, shard: Sequence[MicroBatch], routes: ShardRoutes, temperature: float, replay: bool) -> Scored:
+    def score(
+        self, shard: Sequence[MicroBatch], routes: ShardRoutes, temperature: float, replay: bool, states: bool
+    ) -> Scored:
         self.trainer.signals.meet()
-        return self.trainer.score(_with_routes(shard, routes), temperature=temperature, replay=replay)
+        whole = _with_routes(shard, routes)
+        return self.trainer.score(whole, temperature=temperature, replay=replay, states=states)
 
     def logprobs(self, shard: Sequence[MicroBatch], weights: str | None, candidates: bool, reply: bool) -> list[Tensor]:
         """reply: return the result; False for the other ranks of a shard, whose results are equal."""

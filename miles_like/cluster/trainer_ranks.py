@@ -93,10 +93,12 @@ class RayTrainer:
         metrics: Mapping[str, float] = answers[0]
         return metrics
 
-    async def score(self, batch: TrainBatch, *, temperature: float, replay: bool) -> list[tuple[int, Scored]]:
+    async def score(
+        self, batch: TrainBatch, *, temperature: float, replay: bool, states: bool = False
+    ) -> list[tuple[int, Scored]]:
         """(its DP shard, its result) of every rank. Forward only."""
         shipped, _ = self._ship(batch)
-        scores = await self._all("score", [(*refs, temperature, replay) for refs in shipped])
+        scores = await self._all("score", [(*refs, temperature, replay, states) for refs in shipped])
         return [(shard, scored) for (shard, _), scored in zip(self._places, scores, strict=True)]
 
     async def logprobs(

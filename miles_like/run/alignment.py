@@ -12,13 +12,16 @@ from miles_like.protocols import TrainerRanks
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.trainer_side import packer
 from miles_like.types import Prompt
-from miles_like.verify.allowance import allowance
+from miles_like.verify.allowance import allowance, rounding_units
+from miles_like.verify.drill_down import DrillDown
 from miles_like.verify.known_answer import KnownAnswer, text_of
 from miles_like.verify.live import Comparison, LiveTrainer
 from miles_like.verify.same_bits import check_same_bits
 from miles_like.verify.server_checks import RunChecks
 from rollout.seeds import seed_of
 from rollout.sglang.client import SGLangClient
+
+LAYER_TOKENS = 64  # of the text whose residual streams are compared: a token has (2L + 1) * H numbers
 
 
 def comparison(rollout: RolloutSide, trainer: TrainerRanks, prompts: Sequence[Prompt]) -> Comparison:
@@ -36,6 +39,22 @@ def comparison(rollout: RolloutSide, trainer: TrainerRanks, prompts: Sequence[Pr
         allowed=allowance(
             bounds, c.precision, engine=c.rollout.engine, exact=c.bit_exact, more=c.one_side_rounds, routed=routed
         ),
+    )
+
+
+def drill_down(rollout: RolloutSide, trainer: TrainerRanks, prompts: Sequence[Prompt]) -> DrillDown:
+    """The comparison of residual streams on the first tokens of `prompts`."""
+    c, hf = rollout.plan.config, rollout.plan.hf.config
+    text = text_of([p.token_ids for p in prompts], min(LAYER_TOKENS, c.max_pack_tokens))
+    rounding, of_stream = rounding_units(
+        c.precision, engine=c.rollout.engine, exact=c.bit_exact, more=c.one_side_rounds
+    )
+    return DrillDown(
+        trainer=comparison(rollout, trainer, ()).trainer,
+        text=text,
+        values=len(text) * (2 * int(hf["num_hidden_layers"]) + 1) * int(hf["hidden_size"]),
+        rounding=rounding,
+        of_stream=of_stream,
     )
 
 

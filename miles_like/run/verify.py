@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from miles_like.cluster.factories import CheckpointWriter
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.limits.regular_files import parse_json, read_text
 from miles_like.protocols import TrainerRanks
-from miles_like.run.alignment import check_bits, comparison
+from miles_like.run.alignment import check_bits, comparison, drill_down
 from miles_like.run.setup.launcher import Launcher
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.rollout_side import RolloutSide
@@ -48,6 +48,7 @@ class VerifyOptions:
     attached: Sequence[str] = ()  # URLs of running servers
     key: ServerKey | None = None  # of those servers
     overwrite: bool = False  # the trainer's weights may be published to them, after their weights were hashed
+    layers: bool = False  # compare the residual stream at every layer too
     prompts: int | None = None  # number of prompts to sample; None: PROMPTS
 
 
@@ -55,8 +56,8 @@ class VerifyRun:
     """One comparison of trainer and rollout."""
 
     def __init__(self, rollout: RolloutSide, options: VerifyOptions, *, launcher: Launcher | None = None) -> None:
-        """Raises ValueError for an incomplete checkpoint, for `rollouts` together with `attached` or `prompts`, and for
-        `overwrite` without `attached`."""
+        """Raises ValueError for an incomplete checkpoint, for `rollouts` together with `attached`, `layers` or
+        `prompts`, and for `overwrite` without `attached`."""
         rollouts, checkpoint = options.rollouts, options.checkpoint
         attached, prompts = options.attached, options.prompts
         if attached and rollouts is not None:
@@ -68,6 +69,13 @@ class VerifyRun:
             raise ValueError(
                 "--overwrite replaces the weights of running servers: name them with --server, or remove it"
             )
+        if options.layers and rollouts is not None:
+            raise ValueError(
+                f"--rollouts {rollouts} compares saved samples without a server, and --layers asks servers for the "
+                "states of their layers: give one of the two"
+            )
+        self.states = rollout.plan.run_dir.resolve() / "verify" / "states" if options.layers else None
+        rollout = replace(rollout, layer_states=self.states)
         self.rollout, self.plan, self.config = rollout, rollout.plan, rollout.plan.config
         self.rollouts, self.checkpoint, self.launcher = rollouts, checkpoint, launcher or Launcher()
         self.may_publish = options.overwrite or not attached
@@ -84,6 +92,8 @@ class VerifyRun:
         """Starts what is not running, compares both sides and stops what was started. Raises ValueError or RuntimeError
         where a rank or server cannot be started or a call to it fails."""
         self.launcher.check(self.plan)
+        if self.states is not None and not self.attached:
+            self.states.mkdir(parents=True, exist_ok=True)
         loss = run_algorithm(self.config).loss
         kept = None if self.rollouts is None else read_rollouts(self.rollouts, self.version)
         servers = self.launcher.servers(self.rollout, 0) if kept is None and not self.attached else None
@@ -150,16 +160,20 @@ class VerifyRun:
                 await trainer.publish(version=self.version)  # as a run does before its first step
             # hashes of the served weights, before anything is sent to a server that was not started here
             served = [(await client.checksum()).tensors for client in clients]
+            layers = [] if self.states is None else await drill_down(rollout, trainer, prompts).of(clients)
             groups = await compare.sample(clients)
             weights = await self._weights(clients, served, published, live)
-            return await compare.of(groups, weights=weights, rollout=live)
+            report = await compare.of(groups, weights=weights, rollout=live)
+            return report.with_layers(layers) if layers else report
         finally:
             for client in clients:
                 await client.close()
             if taking is not None:
                 await taking.close()
             await trainer.close()
-            shutil.rmtree(self.weights, ignore_errors=True)
+            for made in (self.weights, self.states):
+                if made is not None:
+                    shutil.rmtree(made, ignore_errors=True)
 
     async def _published(self, trainer: RayTrainer) -> Published:
         """The trainer's weights before encoding, written to a directory in BF16."""

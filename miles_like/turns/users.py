@@ -88,9 +88,9 @@ class TurnClient(SGLangClient):
         super().__init__(url, **options)
         self._turns = turns
 
-    async def _generated(self, request: GenerateRequest) -> Any:
+    async def _generated(self, request: GenerateRequest, *, more: int = 0) -> Any:
         async with self._turns.serving():
-            return await super()._generated(request)
+            return await super()._generated(request, more=more)
 
     async def flush_cache(self) -> None:
         async with self._turns.serving():
@@ -127,9 +127,11 @@ class TurnTrainer:
         async with self.turns.training():
             return await self.ranks.evaluate(batch)
 
-    async def score(self, batch: TrainBatch, *, temperature: float, replay: bool) -> list[tuple[int, Scored]]:
+    async def score(
+        self, batch: TrainBatch, *, temperature: float, replay: bool, states: bool = False
+    ) -> list[tuple[int, Scored]]:
         async with self.turns.training():
-            return await self.ranks.score(batch, temperature=temperature, replay=replay)
+            return await self.ranks.score(batch, temperature=temperature, replay=replay, states=states)
 
     async def logprobs(
         self, batch: TrainBatch, *, weights: str | None = None, candidates: bool = False

@@ -24,6 +24,9 @@ _AGREE = 0.9
 _AGREE_ROUNDED_ON_ONE_SIDE = 0.75  # measured where only the rollout rounds: 0.9 and more
 _AGREE_STALE = 0.5  # routes of older weights; measured eight versions later at a high learning rate: 0.6 and more
 _ROOM = 0.1  # least distance of the explained share from that of random sets; below it wrong routes pass the check
+_UNIT = 2.0**-8  # relative error of a rounding to bf16; of e4m3; of the four bits of a group's largest value
+_UNIT_OF = dict.fromkeys((QuantFormat.FP8, QuantFormat.FP8_UE8M0, QuantFormat.MXFP8), 2.0**-4)
+_UNIT_OF_FOUR_BITS = 2.0**-2
 _WEIGHTS_ONLY = (QuantFormat.INT4, QuantFormat.MXFP4)  # a stock server multiplies these with bf16 activations
 
 
@@ -57,6 +60,18 @@ def allowance(
         kl_max=kl if kl is not None else kernels if alike else _ROUNDED_ON_ONE_SIDE,
         extreme_frac_max=extreme if extreme is not None or not alike else _EXTREME,
     )
+
+
+def rounding_units(
+    precision: PrecisionConfig, *, engine: Literal["embedded", "sglang"], exact: bool, more: bool
+) -> tuple[float, float]:
+    """Relative error of one rounding in a layer, and of the residual stream, that is always bf16 or more: what
+    `compare_states` explains. exact, more: as in `allowance`."""
+    if exact:
+        return 0.0, 0.0
+    alike = _rounded_alike(precision, engine)
+    unit = _UNIT if alike else _UNIT_OF.get(precision.format, _UNIT_OF_FOUR_BITS)
+    return max(unit, _UNIT_OF[QuantFormat.FP8]) if more else unit, _UNIT
 
 
 def agreement_bounds(

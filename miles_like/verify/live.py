@@ -58,8 +58,7 @@ class LiveTrainer:
     shape: RoutingShape | None  # None: a dense model
 
     async def score(self, tokens: SampleTokens, *, temperature: float, routes: Sequence[Tensor] | None) -> Scores:
-        samples = [self._sample(tokens, i, None if routes is None else routes[i]) for i in range(len(tokens.ids))]
-        batch = self.packer.batch([SampleGroup(prompt=_PROMPT, samples=tuple(samples))])
+        samples, batch = self._packed(tokens, routes)
         replay = routes is not None
         found = merged(batch, await self.trainer.score(batch, temperature=temperature, replay=replay), self.shape)
         pairs = [found[s.name] for s in samples]
@@ -69,6 +68,18 @@ class LiveTrainer:
             logprobs=tuple(p for p, _ in pairs),
             routes=own if len(own) == len(pairs) and not replay else None,
         )
+
+    async def states(
+        self, tokens: SampleTokens, *, routes: Sequence[Tensor] | None
+    ) -> tuple[TrainBatch, list[tuple[int, Scored]]]:
+        """The batch of these samples, and the results of all ranks with the residual stream at every layer. routes: as
+        in `score`."""
+        _, batch = self._packed(tokens, routes)
+        return batch, await self.trainer.score(batch, temperature=1.0, replay=routes is not None, states=True)
+
+    def _packed(self, tokens: SampleTokens, routes: Sequence[Tensor] | None) -> tuple[list[Sample], TrainBatch]:
+        samples = [self._sample(tokens, i, None if routes is None else routes[i]) for i in range(len(tokens.ids))]
+        return samples, self.packer.batch([SampleGroup(prompt=_PROMPT, samples=tuple(samples))])
 
     def _sample(self, tokens: SampleTokens, i: int, routes: Tensor | None) -> Sample:
         ids, mask = tokens.ids[i], tokens.masks[i]

@@ -1,4 +1,5 @@
-"""The alignment report as PNG files: the gap per step, the gap over positions, the agreement of routes per layer."""
+"""The alignment report as PNG files: the gap per step, the gap over positions, the importance ratios, the agreement of
+routes per layer, the residual stream per layer."""
 
 from __future__ import annotations
 
@@ -9,18 +10,21 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from miles_like.report.plots import BLUE, DPI, FAINT, GREEN, INK, VERMILION
-from miles_like.verify.report import Report
+from miles_like.verify.report import Report, rho_histogram
 
 
 def write_plots(report: Report, folder: Path) -> list[Path]:
-    """`verify_steps.png`, `verify_positions.png` and, where routes were compared, `verify_layers.png`."""
+    """`verify_steps.png`, `verify_positions.png`, `verify_rho.png`, where routes were compared `verify_layers.png`, and
+    where residual streams were `verify_states.png`."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawers: dict[str, Callable[[Axes, Report], None]] = {"steps": _steps, "positions": _positions}
+    drawers: dict[str, Callable[[Axes, Report], None]] = {"steps": _steps, "positions": _positions, "rho": _rho}
     if report.profile.layers:
         drawers["layers"] = _layers
+    if report.layers:
+        drawers["states"] = _states
     written = []
     for name, draw in drawers.items():
         figure = Figure(figsize=(7.2, 3.7), dpi=DPI, layout="constrained")
@@ -78,6 +82,21 @@ def _positions(ax: Axes, report: Report) -> None:
     )
 
 
+def _rho(ax: Axes, report: Report) -> None:
+    """Tokens by importance ratio, both axes logarithmic; the outermost bars are all ratios beyond."""
+    rho = rho_histogram(report.profile.delta)
+    step = rho.edges[1] / rho.edges[0]
+    left = [rho.edges[0] / step, *rho.edges]
+    ax.bar(left, rho.counts, width=[x * (step - 1) for x in left], align="edge", color=BLUE)
+    ax.set_xscale("log", base=2)
+    ax.set_xlim(left[0], left[-1] * step)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.set_yscale("symlog", linthresh=1)
+    if rho.nan:
+        ax.text(1, 1.035, f"{rho.nan} not a number", transform=ax.transAxes, ha="right", fontsize=9, color=VERMILION)
+    _dress(ax, "Importance ratios", "tokens", "probability by the trainer / by the rollout")
+
+
 def _layers(ax: Axes, report: Report) -> None:
     """Share of rows whose recorded set of experts equals the trainer's."""
     shares = report.profile.agreement.tolist()
@@ -86,3 +105,20 @@ def _layers(ax: Axes, report: Report) -> None:
     ax.set_ylim(0, 1.05)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     _dress(ax, "Agreement of routes", "share of tokens for which both sides choose the same experts", "layer")
+
+
+def _states(ax: Axes, report: Report) -> None:
+    """Difference of each part of a layer as a share of what is explained, for the server where it is largest."""
+    worst = max(report.layers, key=lambda c: max(part.share for part in c.parts))
+    shares = [part.share for part in worst.parts]
+    finite = [share if math.isfinite(share) else max(2.0, *filter(math.isfinite, [0.0, *shares])) for share in shares]
+    colours = [VERMILION if part.differs else BLUE for part in worst.parts]
+    ax.bar([part.state / 2 for part in worst.parts], finite, color=colours, width=0.4)
+    ax.axhline(1.0, color=INK, linewidth=1)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16, min_n_ticks=1))
+    _dress(
+        ax,
+        f"Residual streams: {'no part' if worst.first is None else worst.first.name} differs first",
+        "difference of the change that a part makes / what is explained",
+        "layer; half of it: its attention",
+    )

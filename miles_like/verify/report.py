@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.markup import escape
@@ -20,6 +21,7 @@ from torch import Tensor
 from miles_like.algorithms.terms.bounds import Bounds
 from miles_like.algorithms.terms.mismatch import SAFE_LOG, finish, mismatch_stats
 from miles_like.types import Reduce
+from miles_like.verify.layers.compare import LayerComparison
 
 
 class Cause(StrEnum):
@@ -43,6 +45,7 @@ class Cause(StrEnum):
     LAYERS_ROTATED = "layers of routes in another order"
     BAD_ROWS = "bad rows of routes"
     ROUTES = "routes of other tokens"
+    LAYER = "a layer that computes otherwise"
     NUMERICS = "more than the precision explains"
 
 
@@ -127,6 +130,30 @@ class Finding:
         return "; ".join(f"{cause.value}: {what}" for cause, what in self.causes) or self.verdict.value
 
 
+class RhoHistogram(NamedTuple):
+    """Tokens by their importance ratio rho = p of the trainer / p of the rollout, in bins of equal width in log rho.
+
+    `counts[0]` are below `edges[0]`, `counts[-1]` at or above `edges[-1]`; the bin in the middle holds 1. A ratio that
+    is not a number is in no bin.
+    """
+
+    edges: tuple[float, ...]  # [n]
+    counts: tuple[int, ...]  # [n + 1]
+    nan: int
+
+
+def rho_histogram(delta: Tensor) -> RhoHistogram:
+    """delta: [n], log-probability of each token by the trainer minus that by the rollout."""
+    edges = (torch.arange(2 * _RHO_BINS) - _RHO_BINS + 0.5) * _RHO_WIDTH
+    known = delta.double()[~delta.isnan()]
+    counts = torch.bincount(torch.bucketize(known, edges.double(), right=True), minlength=len(edges) + 1)
+    return RhoHistogram(tuple(edges.double().exp().tolist()), tuple(counts.tolist()), len(delta) - len(known))
+
+
+_RHO_WIDTH = math.log(2) / 16  # a factor of 1.044
+_RHO_BINS = 48  # on either side of the middle one: up to a factor of 8
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Profile:
     """The data of the plots: the gap before any correction."""
@@ -146,7 +173,20 @@ class Report:
     bounds: Bounds
     extra: Mapping[str, float]
     allowed: Bounds = field(default_factory=Bounds)  # bounds on the remaining gap
+    layers: tuple[LayerComparison, ...] = ()  # of each server, if they were compared
     differing: tuple[str, ...] = ()  # names of all served tensors that differ from what the trainer publishes
+
+    def with_layers(self, found: Sequence[LayerComparison]) -> Report:
+        """With a further step, which explains no part of the gap: each server's streams, compared at each layer."""
+        gap, parts = self.findings[-1].before, len(found[0].parts)
+        step = Finding(
+            step="layers",
+            compared=f"the residual stream of {found[0].tokens} tokens after each of {parts} parts",
+            before=gap,
+            after=gap,
+            causes=tuple((Cause.LAYER, c.sentence()) for c in found if c.first is not None),
+        )
+        return replace(self, findings=(*self.findings, step), layers=tuple(found))
 
     @property
     def initial_gap(self) -> Gap:
@@ -185,9 +225,12 @@ class Report:
         return f"Trainer and rollout differ: {self.sentence()}; {figures}{less}."
 
     def to_json(self) -> dict[str, object]:
-        """One flat object: figures, the verdict of each step, `verdicts` (all causes), `bounds_broken`,
-        `differing_tensors`, `ok` and `conclusion`."""
+        """One flat object: figures, the verdict of each step, of each server the first layer that differs and of each
+        part of a layer its difference as a share of what is explained, `verdicts` (all causes), `bounds_broken`,
+        `differing_tensors`, `rho_edges` and `rho_counts` (of `RhoHistogram`), `ok` and `conclusion`."""
         out: dict[str, object] = {**self.initial_gap.figures, **self.extra}
+        rho = rho_histogram(self.profile.delta)
+        out["rho_edges"], out["rho_counts"] = list(rho.edges), list(rho.counts)
         out["mismatch/tokens"] = self.initial_gap.tokens
         for f in self.findings:
             out[f"verify/{f.step}/verdict"] = f.verdict.value
@@ -196,6 +239,9 @@ class Report:
             if f.after is not None:
                 out[f"verify/{f.step}/kl_after"] = f.after.kl
                 out[f"verify/{f.step}/kl_explained"] = f.before.kl - f.after.kl
+        for c in self.layers:
+            out[f"verify/layers/first/{c.url}"] = None if c.first is None else c.first.name
+            out |= {f"verify/layers/{p.name}/{c.url}": p.share for p in c.parts}
         out["verdicts"] = [{"step": s, "cause": c.value, "what": what} for s, c, what in self.causes]
         out["bounds_broken"] = self.broken
         out["differing_tensors"] = list(self.differing)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import httpx
 import orjson
+import torch
 from torch import Tensor
 
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
@@ -22,6 +23,7 @@ from rollout.concurrency import all_or_first_error
 from rollout.seeds import seed_of
 from rollout.server_key import VARIABLE, ServerKey
 from rollout.server_url import tls
+from rollout.sglang.layer_states import StockStates
 from rollout.sglang.occupation import Occupation
 from rollout.sglang.samples import RoutingShape, SampleReader, empty_samples, routing_rows, version_number
 from rollout.wire import endpoints
@@ -46,6 +48,7 @@ from rollout.wire.generate import (
     replies_from_json,
     reply_bytes,
 )
+from rollout.wire.layer_states import states_bytes, states_from_json
 from rollout.wire.replies import Json, error_message
 from rollout.wire.scores import PromptScores, prompt_scores
 from routing_replay.trace import RoutingTrace
@@ -235,7 +238,17 @@ class SGLangClient:
     async def score(self, sequences: Sequence[Tensor]) -> list[tuple[Tensor, RoutingTrace | None]]:
         """For each sequence [S] of tokens: log p of tokens 1..S-1 as [S-1] fp32, under the current weights and at
         temperature 1, and the routes [S-1, L, K]. Samples nothing. Raises RolloutError."""
-        request = GenerateRequest(
+        request = self._scoring(sequences)
+        body = await self._generated(request)
+        try:
+            check_ids(body, request.reply_ids)
+            return self._reader.scores(sequences, body if isinstance(body, list) else [body])
+        except ValueError as e:
+            raise RolloutError(f"server {self.url} sent scores that cannot be used: {e}") from e
+
+    def _scoring(self, sequences: Sequence[Tensor]) -> GenerateRequest:
+        """Of all tokens of each sequence, and of their routes."""
+        return GenerateRequest(
             input_ids=tuple(tuple(t.tolist()) for t in sequences),
             sampling=(SamplingParams(max_new_tokens=0),) * len(sequences),
             rid=_rids(len(sequences)),
@@ -243,12 +256,6 @@ class SGLangClient:
             logprob_start_len=0,
             return_routed_experts=self._reader.routing is not None,
         )
-        body = await self._generated(request)
-        try:
-            check_ids(body, request.reply_ids)
-            return self._reader.scores(sequences, body if isinstance(body, list) else [body])
-        except ValueError as e:
-            raise RolloutError(f"server {self.url} sent scores that cannot be used: {e}") from e
 
     async def score_after(self, sequences: Sequence[Tensor], start: int, *, top: int = 0) -> list[PromptScores]:
         """For each sequence [S] of tokens: log p of tokens start+1..S-1 under the current weights and at temperature 1,
@@ -272,13 +279,33 @@ class SGLangClient:
         except ValueError as e:
             raise RolloutError(f"server {self.url} sent scores that cannot be used: {e}") from e
 
-    async def _generated(self, request: GenerateRequest) -> Any:
+    async def layer_states(self, text: Tensor, *, values: int) -> tuple[Tensor, RoutingTrace | None]:
+        """The residual stream of a text [S] at every layer, [S, 2L+1, H] fp32 (rollout/wire/layer_states.py), and its
+        routes [S-1, L, K] of the same pass. values: the most numbers expected. Raises RolloutError for a server that
+        was not started for it."""
+        info = await self.server_info()
+        try:
+            if info.get("version") != "embedded":
+                stock = StockStates.of(self.url, info)
+                with stock.written():
+                    ((_, routes),) = await self.score([text])
+                return stock.read(len(text)), routes
+            request = replace(self._scoring([text]), return_layer_states=True)
+            body = await self._generated(request, more=states_bytes(values))
+            reply = body[0] if isinstance(body, list) else body
+            ((_, routes),) = self._reader.scores([text], [reply])
+            return torch.from_numpy(states_from_json(reply).copy()), routes
+        except ValueError as e:
+            raise RolloutError(f"server {self.url} gave no states of its layers: {e}") from e
+
+    async def _generated(self, request: GenerateRequest, *, more: int = 0) -> Any:
+        """more: bytes that the reply may have beyond those of its samples and scores."""
         if self._vocabulary is not None:
             try:
                 check_prompts(request, self._vocabulary)
             except ValueError as e:
                 raise RolloutError(f"nothing was sent to server {self.url}: {e}") from None
-        limit = reply_bytes(request, self._reader.routes_per_token)
+        limit = reply_bytes(request, self._reader.routes_per_token) + more
         with self.occupation.generating():
             return await self._call("POST", endpoints.GENERATE, request.to_json(), limit=limit)
 

@@ -17,13 +17,16 @@ from types import TracebackType
 
 import httpx
 
+from miles_like.hf.checkpoint import read_config
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.guard import Task
 from rollout.server_key import ServerKey, environment_with
 from rollout.server_url import tls
 from rollout.sglang.client import RolloutError
+from rollout.sglang.layer_states import forward_hooks
 from rollout.wire.bodies import request_bytes
 from rollout.wire.endpoints import HEALTH
+from rollout.wire.layer_states import FLAG
 
 _POLL_S = 0.1
 _ENDED_S = 30.0  # time limit for killed processes to end: the driver frees a GPU's memory first
@@ -187,6 +190,7 @@ class ServerEnvironment:
     plain: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     foreign: bool = False
+    modules: Path | None = None  # a folder whose modules the server imports too
 
 
 def start(
@@ -205,7 +209,8 @@ def start(
     """
     environment = environment or ServerEnvironment()
     log.parent.mkdir(parents=True, exist_ok=True)
-    task = Task(os.getpid(), environment.foreign, tuple(environment.secrets), command)
+    modules = "" if environment.modules is None else str(environment.modules)
+    task = Task(os.getpid(), environment.foreign, tuple(environment.secrets), command, modules)
     guard = [sys.executable, "-m", "rollout.guard", *task.words()]
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -244,6 +249,7 @@ class ServerLaunch:
     # a stock server that spans several nodes
     node_rank: int = 0
     nnodes: int = 1
+    layer_states: Path | None = None  # give the residual stream at every layer; a stock server writes it there
     dist_init_addr: str | None = None  # HOST:PORT of its first node; None on a single node: SGLang takes a free port
 
 
@@ -273,6 +279,7 @@ def embedded_command(launch: ServerLaunch, port: int) -> list[str]:
         *("--weight-version", str(launch.weight_version)),
         *(("--enable-return-routed-experts",) if launch.return_routed_experts else ()),
         *(("--enable-return-routed-weights",) if e.return_gates else ()),
+        *((FLAG,) if launch.layer_states is not None else ()),
         *(("--disable-radix-cache",) if uncached else ()),
         *(("--exact-parts", *map(str, exact)) if exact is not None else ()),
         *limits,
@@ -330,4 +337,12 @@ def sglang_command(launch: ServerLaunch, port: int) -> list[str]:
         *(("--enable-return-routed-experts",) if launch.return_routed_experts else ()),
         *(("--enable-memory-saver",) if f.enable_memory_saver else ()),
         *(("--enable-deterministic-inference",) if f.enable_deterministic_inference else ()),
+        *_state_hooks(launch),
     ]
+
+
+def _state_hooks(launch: ServerLaunch) -> list[str]:
+    if launch.layer_states is None:
+        return []
+    layers = int(read_config(launch.model_path)["num_hidden_layers"])
+    return ["--forward-hooks", forward_hooks(launch.layer_states, layers)]

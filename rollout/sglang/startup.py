@@ -18,6 +18,7 @@ from rollout.server_key import sglang_key_file
 from rollout.server_url import tls
 from rollout.sglang.client import RolloutError
 from rollout.sglang.format_support import check_directory
+from rollout.sglang.layer_states import HOOKS
 from rollout.sglang.phases import EMBEDDED, STOCK, FollowedLog, Limit, last_error
 from rollout.sglang.ports import check_ports, free_port, stock_ports
 from rollout.sglang.servers import (
@@ -160,7 +161,12 @@ def begin(launch: ServerLaunch, port: int) -> ServerHandle:
         key_file = sglang_key_file(key)
         command += ["--config", str(key_file)]
     log = launch.log_dir / f"sglang_{port}.{launch.node_rank}.log"
-    environment = ServerEnvironment(plain=launch.env, secrets=launch.secrets, foreign=flags.python is not None)
+    environment = ServerEnvironment(
+        plain=launch.env,
+        secrets=launch.secrets,
+        foreign=flags.python is not None,
+        modules=HOOKS if launch.layer_states is not None else None,
+    )
     name = _name(launch, url)
     return start(command, url=url, log=log, key=key, key_file=key_file, environment=environment, name=name)
 

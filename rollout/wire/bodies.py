@@ -139,6 +139,7 @@ class GenerateBody(Body):
     return_routed_experts: bool | None = False
     routed_experts_start_len: Count | None = 0
     return_routed_weights: bool | None = False
+    return_layer_states: bool | None = False
     sample_index: Count | None = 0
     stream: Literal[False] | None = False
 

@@ -55,6 +55,7 @@ class GenerateRequest:
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
     return_routed_weights: bool = False  # also return gate weights; an extension
+    return_layer_states: bool = False  # also return the residual stream at every layer; an extension
     sample_index: int = 0  # index of the first sample of each prompt; an extension, which stock servers ignore
     rid: tuple[str, ...] | None = None  # [P]
     single: bool = False
@@ -98,6 +99,8 @@ class GenerateRequest:
             out["top_logprobs_num"] = self.top_logprobs_num
         if self.return_routed_weights:
             out["return_routed_weights"] = True
+        if self.return_layer_states:
+            out["return_layer_states"] = True
         if self.sample_index:
             out["sample_index"] = self.sample_index
         if self.rid is not None:
@@ -135,6 +138,7 @@ class GenerateRequest:
             return_routed_experts=bool(b.return_routed_experts),
             routed_experts_start_len=b.routed_experts_start_len or 0,
             return_routed_weights=bool(b.return_routed_weights),
+            return_layer_states=bool(b.return_layer_states),
             sample_index=b.sample_index or 0,
             rid=None if b.rid is None else (b.rid,) if isinstance(b.rid, str) else tuple(b.rid),
             single=single,

@@ -58,7 +58,7 @@ def test_a_healthy_job_has_nothing_wrong_with_it(verify: Verify, home: Path) -> 
         r"Trainer and rollout agree: KL \d\.\de-\d\d, bound 0\.001\.", done.stdout.rstrip().splitlines()[-1]
     )
     pictures = {p.name for p in (home / "verify" / "verify").glob("*.png")}
-    assert pictures == {"verify_steps.png", "verify_positions.png", "verify_layers.png"}
+    assert pictures == {f"verify_{what}.png" for what in ("steps", "positions", "rho", "layers")}
     assert not (home / "verify" / "verify" / "weights").exists()
 
 

@@ -8,19 +8,22 @@ is run here. Not covered: more than four ranks, several of these at once in all 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_bridge.config import KernelsConfig, ParallelConfig, PrecisionConfig, TrainerConfig
 from megatron_bridge.plan.resolve import resolve
 from miles_like.batch.packer import Packer
-from miles_like.types import Scored, TrainBatch
+from miles_like.types import SamplingParams, Scored, TrainBatch
+from miles_like.verify.drill_down import DrillDown
 from miles_like.verify.live import LiveTrainer, sampled
+from rollout.embedded.engine.requests import PromptSpec
 from tests.support import exactly, layouts, toy
 from tests.support.refusals import Facts, refuses
 from tests.support.spawn import run_ranks
@@ -66,16 +69,19 @@ class _Ranks:
 
     t: Any
 
-    async def score(self, batch: TrainBatch, *, temperature: float, replay: bool) -> list[tuple[int, Scored]]:
-        own = self.t.score(batch.grid[self.t.dp_rank], temperature=temperature, replay=replay)
+    async def score(
+        self, batch: TrainBatch, *, temperature: float, replay: bool, states: bool = False
+    ) -> list[tuple[int, Scored]]:
+        own = self.t.score(batch.grid[self.t.dp_rank], temperature=temperature, replay=replay, states=states)
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, (self.t.dp_rank, own))
         return every
 
 
-def _compared(pair: exactly.Pair) -> tuple[bool, bool, bool]:
+def _compared(pair: exactly.Pair) -> tuple[bool, bool, bool, bool]:
     """What `verify` puts together of all ranks' answers: whether the tokens are those that were sampled, the
-    log-probabilities the rollout's under its own routes and under replayed ones, and the routes the rollout's."""
+    log-probabilities the rollout's under its own routes and under replayed ones, the routes the rollout's, and the
+    states of layers the engine's."""
     rollout, layout = sampled(pair.groups(STEPS)), pair.t.config.parallel
     packer = Packer(dp_size=layout.dp, max_tokens=150, micro_multiple=layout.micro_multiple, replayed=False)
     ranks: Any = _Ranks(pair.t)
@@ -87,7 +93,25 @@ def _compared(pair: exactly.Pair) -> tuple[bool, bool, bool]:
     same = [torch.equal(a, b) for a, b in zip(own.tokens.ids, rollout.tokens.ids, strict=True)]
     probs = [torch.equal(a, b) for s in (own, replayed) for a, b in zip(s.logprobs, rollout.logprobs, strict=True)]
     routes = [torch.equal(a.sort(-1)[0], b.sort(-1)[0]) for a, b in zip(own.routes, rollout.routes, strict=True)]
-    return all(same), all(probs), all(routes)
+    return all(same), all(probs), all(routes), _same_states(pair, trainer, rollout.tokens.ids[0])
+
+
+def _same_states(pair: exactly.Pair, trainer: LiveTrainer, text: Tensor) -> bool:
+    """Whether the residual stream that all ranks together report at every layer is the engine's."""
+    spec = PromptSpec(
+        rid="text",
+        token_ids=tuple(text.tolist()),
+        sampling=SamplingParams(max_new_tokens=0),
+        logprob_start=0,
+        states=True,
+    )
+    found: list[Any] = [None]
+    if not pair.t.parallel.rank:
+        pair.engine.limits = replace(pair.engine.limits, states=True)
+        found = [exactly.generate(pair.engine, [spec])[0][0].states]
+    dist.broadcast_object_list(found, src=0)
+    down = DrillDown(trainer=trainer, text=text, values=0, rounding=0.0, of_stream=0.0)
+    return torch.equal(asyncio.run(down.by_trainer(None)), torch.from_numpy(found[0])[:-1])
 
 
 def _in_layouts(rank: int, world: int, port: int, where: Path, cases: list[Case]) -> list[Any]:
@@ -133,7 +157,7 @@ def test_log_probabilities_are_exact_in_every_layout(run: dict[str, list[Any]]) 
 def test_verify_puts_the_ranks_of_every_layout_together(run: dict[str, list[Any]]) -> None:
     """Each rank reports its rows and layers of its row of the batch; the assembled whole is what the engine sampled. A
     run makes the same comparison before its first step."""
-    wrong = {name: ranks for name, ranks in run.items() if any(asked != (True,) * 3 for _, asked in ranks)}
+    wrong = {name: ranks for name, ranks in run.items() if any(asked != (True,) * 4 for _, asked in ranks)}
     assert not wrong
 
 

@@ -425,7 +425,9 @@ def test_the_report_is_flat_and_drawn(found: Found) -> None:
     assert report.pop("conclusion").startswith("Trainer and rollout agree: KL ") and report.pop("ok")
     assert [report.pop(f"verify/{step}/verdict") for step in STEPS] == ["agrees"] * len(STEPS)
     assert all(report.pop(f"verify/{step}/compared") for step in STEPS)
+    edges, counts = report.pop("rho_edges"), report.pop("rho_counts")
+    assert sum(counts) == report["mismatch/tokens"] and len(counts) == len(edges) + 1
     assert all(isinstance(v, int | float) for v in report.values())
     assert {"mismatch/kl", "mismatch/logprob_abs_diff_max", "verify/rescored/kl"} <= set(report)
     assert {f"verify/{step}/kl_explained" for step in STEPS} <= set(report)
-    assert len(found["pictures"]) == 3 and min(found["pictures"]) > 5000
+    assert len(found["pictures"]) == 4 and min(found["pictures"]) > 5000

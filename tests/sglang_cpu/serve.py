@@ -56,4 +56,7 @@ if __name__ == "__main__":
         *routes(given),
         *given,
     ]  # of two equal flags the last holds
-    os.execve(sys.executable, command, os.environ | ENVIRONMENT | ({} if SPAWNED in sys.argv else FORKED))
+    hooks = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p.endswith("hooks")]
+    paths = {"PYTHONPATH": os.pathsep.join([ENVIRONMENT["PYTHONPATH"], *hooks])}
+    forked = {} if SPAWNED in sys.argv else FORKED
+    os.execve(sys.executable, command, os.environ | ENVIRONMENT | paths | forked)

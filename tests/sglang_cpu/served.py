@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.server_key import ServerKey
+from rollout.sglang.layer_states import HOOKS, forward_hooks
 from rollout.sglang.ports import BLOCK, free_blocks, free_port
-from rollout.sglang.servers import ServerHandle, start
+from rollout.sglang.servers import ServerEnvironment, ServerHandle, start
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
@@ -42,10 +43,25 @@ def every_layer_routed(shape: str, home: Path) -> Path:
 
 
 def serve(
-    model: Path, log: Path, *flags: str, key: ServerKey | None = None, key_file: Path | None = None
+    model: Path,
+    log: Path,
+    *flags: str,
+    key: ServerKey | None = None,
+    key_file: Path | None = None,
+    states: Path | None = None,
+    tp: int = 1,
 ) -> ServerHandle:
-    """A stock server of the checkpoint `model`, which begins to start; as a context manager it ends."""
+    """A stock server of the checkpoint `model`, which begins to start; as a context manager it ends. states: the
+    directory into which it writes the states of its layers."""
     port = free_port()
     command = [str(PYTHON), str(ROOT / "tests" / "sglang_cpu" / "serve.py"), "--model-path", str(model)]
     command += ["--port", str(port), *flags]
-    return start(command, url=f"http://127.0.0.1:{port}", log=log, key=key, key_file=key_file)
+    if tp > 1:
+        command += ["--tp-size", str(tp)]
+    if states is not None:
+        states.mkdir(exist_ok=True)
+        layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+        command += ["--forward-hooks", forward_hooks(states, layers)]
+    environment = ServerEnvironment(modules=None if states is None else HOOKS)
+    url = f"http://127.0.0.1:{port}"
+    return start(command, url=url, log=log, key=key, key_file=key_file, environment=environment)

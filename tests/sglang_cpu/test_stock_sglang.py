@@ -55,7 +55,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     made = miles_like("train", config, "--run-dir", home / "run", "--stages", "fetch,dequantize,convert,stage", *words)
     assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-3000:]
     (served,) = home.glob("cache/stage-*/data/hf")
-    with serve(served, home / "sglang.log") as server:
+    with serve(served, home / "sglang.log", states=home / "states") as server:
         server.await_ready(START_S)
         yield Job(miles_like, ["--config", config, *words], home, served, server.url)
 
@@ -78,15 +78,21 @@ def checksums(url: str) -> Mapping[str, str]:
 
 
 def test_a_healthy_server_has_nothing_wrong_with_it(job: Job) -> None:
-    """Both sides in BF16 with the same weights: kernels differ, and a few near-ties of the router."""
-    done, found = verify(job, job.url)
+    """Both sides in BF16 with the same weights: kernels differ, and a few near-ties of the router. The residual streams
+    of all layers agree as far as bf16 explains."""
+    done, found = verify(job, job.url, "--layers")
     assert done.returncode == 0 and found["verdicts"] == found["bounds_broken"] == [], done.stdout + done.stderr
     assert 0 < found["mismatch/kl"] < 1e-3 and found["routing/agreement"] > 0.95
     assert found["mismatch/tokens"] > 100
     assert found["verify/weights/verdict"] == "agrees" and not found["differing_tensors"]
     assert found["verify/weights/compared"] == f"hashes of {len(checksums(job.url))} tensors", "all of them"
-    for step in ("tokens", "sampling", "weights", "quantizer", "routing", "numerics"):
+    for step in ("tokens", "sampling", "weights", "quantizer", "routing", "numerics", "layers"):
         assert step in done.stdout
+    assert found[f"verify/layers/first/{job.url}"] is None
+    shares = [share for key, share in found.items() if key.startswith("verify/layers/the ")]
+    layers = HFCheckpoint(job.served).config["num_hidden_layers"]
+    assert len(shares) == 2 * layers + 1 and 0 < max(shares) < 0.5, shares
+    assert (job.home / "run" / "verify" / "verify_states.png").stat().st_size > 5000
 
 
 def test_its_log_tells_the_phases_of_its_start(job: Job, tmp_path: Path) -> None:
@@ -102,7 +108,8 @@ def test_its_log_tells_the_phases_of_its_start(job: Job, tmp_path: Path) -> None
 
 def test_a_stale_tensor_is_named_and_replaced(job: Job) -> None:
     """One expert's weight of other values, sent over the real wire: the tensor in which SGLang stacks it is named
-    before anything is sent. Without --overwrite the server keeps it; with it, it is replaced, and the gap goes."""
+    before anything is sent, and the layer as the first that differs. Without --overwrite the server keeps it; with it,
+    it is replaced, and the gap goes."""
     name = next(n for n in HFCheckpoint(job.served).names() if ".experts.3.down_proj.weight" in n)
     stale = NamedTensor(name, HFCheckpoint(job.served).read(name) * 3)
     sender = TensorPublisher(
@@ -110,7 +117,8 @@ def test_a_stale_tensor_is_named_and_replaced(job: Job) -> None:
     )
     sender.publish([stale], version=0)
     before = checksums(job.url)
-    done, found = verify(job, job.url)
+    done, found = verify(job, job.url, "--layers")
+    assert found[f"verify/layers/first/{job.url}"] == f"the MLP of layer {name.split('.')[2]}"
     stacked = f"{name.partition('.mlp.')[0]}.mlp.experts.w2_weight"
     assert done.returncode == 1 and found["differing_tensors"] == [stacked] and checksums(job.url) == before
     assert "verify/weights/kl_after" not in found and found["conclusion"] in done.stderr

@@ -61,14 +61,16 @@ class Ask:
     service: Service | None = None  # another than the pair's
 
 
-class _Ranks:
+class Ranks:
     """As RayTrainer, of the one rank in this process."""
 
     def __init__(self, t: Any) -> None:
         self.t = t
 
-    async def score(self, batch: TrainBatch, *, temperature: float, replay: bool) -> list[tuple[int, Any]]:
-        return [(0, self.t.score(batch.grid[0], temperature=temperature, replay=replay))]
+    async def score(
+        self, batch: TrainBatch, *, temperature: float, replay: bool, states: bool = False
+    ) -> list[tuple[int, Any]]:
+        return [(0, self.t.score(batch.grid[0], temperature=temperature, replay=replay, states=states))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,11 @@ class _Packer(Packer):
 
     def batch(self, groups: Sequence[SampleGroup], advantages: Advantages | None = None) -> TrainBatch:
         return super().batch(self.ask.packs(groups), advantages)
+
+
+def packer_of(dp_size: int) -> Packer:
+    """As a comparison packs."""
+    return Packer(dp_size=dp_size, max_tokens=4096, replayed=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +162,7 @@ class Bench:
         """What `verify` says of it; without `weights` as before a run's first step."""
         ask = ask or Ask()
 
-        ranks: Any = _Ranks(self.t)
+        ranks: Any = Ranks(self.t)
         evidence = Evidence(
             sampled=self.sampled(ask),
             layers=() if self.shape is None else self.shape.moe_layers,
@@ -186,6 +193,10 @@ class Bench:
             spec=self.pair.spec,
             earlier=self.earlier.get,
         )
+
+    def allow_states(self) -> None:
+        """The engine gives the residual stream at every layer."""
+        self.service.engine.limits = replace(self.service.engine.limits, states=True)
 
     def plant(self, tensors: dict[str, Tensor]) -> None:
         """Serve these in place of what was published."""

@@ -83,11 +83,13 @@ def server_variables(config: RunConfig) -> Mapping[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSide:
-    """Makes the objects of a run's rollout side. key: the key of every server that the run starts."""
+    """Makes the objects of a run's rollout side. key: the key of every server that the run starts. layer_states: the
+    servers give the residual stream at every layer, a stock one by files in this directory."""
 
     plan: ModelPlan
     key: ServerKey = field(default_factory=ServerKey.new)
     occupations: dict[str, Occupation] = field(default_factory=dict)  # URL -> memory of a server, for all its clients
+    layer_states: Path | None = None
 
     @property
     def resumes(self) -> int:
@@ -102,7 +104,13 @@ class RolloutSide:
         """The launch settings of the server in `slot`, whose weights are numbered `version`."""
         plan, routes = self.plan, routing and self.plan.model.routing is not None
         launch = server_launch(plan.config, plan.served.resolve(), plan.logs.resolve(), slot, routes=routes)
-        return replace(launch, weight_version=version, key=self.key, secrets=driver_secrets(plan.config.rollout.env))
+        return replace(
+            launch,
+            weight_version=version,
+            key=self.key,
+            secrets=driver_secrets(plan.config.rollout.env),
+            layer_states=self.layer_states,
+        )
 
     def client(
         self,

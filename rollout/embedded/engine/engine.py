@@ -29,6 +29,7 @@ from rollout.embedded.model.layout import SequenceRows, joined, lay_out, lay_out
 from rollout.embedded.model.model import Model
 from rollout.wire.control import PauseMode
 from rollout.wire.generate import GenerateReply, reply_id
+from rollout.wire.layer_states import FLAG
 from rollout.wire.scores import PromptTop
 
 _PIECE = 1024  # tokens of one prompt in one forward pass
@@ -45,6 +46,7 @@ class EngineLimits:
     routes: bool = True  # keep the experts' ids
     gates: bool = False  # keep their gate weights too
     prefixes: bool = True  # reuse pages of ended sequences
+    states: bool = False  # serve requests for the residual stream at every layer
 
 
 class Engine:
@@ -126,6 +128,8 @@ class Engine:
             raise ValueError(
                 "return_routed_weights: this server keeps no gate weights: start it with --enable-return-routed-weights"
             )
+        if spec.states and not self.limits.states:
+            raise ValueError(f"return_layer_states: this server does not give them: start it with {FLAG}")
         if spec.top > arch.vocab:
             raise ValueError(f"top_logprobs_num = {spec.top}, the vocabulary has {arch.vocab} tokens: ask for fewer")
         for what, ids in (("token id", spec.token_ids), ("stop token id", spec.sampling.stop_token_ids)):
@@ -297,24 +301,30 @@ class Engine:
         for piece in range(0, max(longest, min(1, len(turn))), _PIECE):
             mine = [(i, e) for i, e in enumerate(entries) if len(e.tokens) - e.cached > piece]
             fed = [self._piece(e, e.cached + piece) for _, e in mine]
-            x, last = self._logits(fed, turn if piece == 0 else turn[:0])
+            states: list[Tensor] | None = [] if any(e.spec.states for _, e in mine) else None
+            x, last = self._logits(fed, turn if piece == 0 else turn[:0], states)
             ends = np.cumsum([len(r.tokens) for r in fed]).tolist()
             for (i, e), row, end, logits in zip(mine, fed, ends, last[: len(fed)], strict=True):
                 if row.start + len(row.tokens) == len(e.tokens):
                     e.logits = logits.clone()  # a view would keep the logits of all rows in memory
-                found[i].append(self._prompt_scores(e, x[end - len(row.tokens) : end], row.start))
+                rows = slice(end - len(row.tokens), end)
+                found[i].append(self._prompt_scores(e, x[rows], row.start))
+                if states and e.spec.states:
+                    e.states.append(torch.stack([s[rows] for s in states], 1))
             if piece == 0:
                 decoded = last[len(fed) :]
         self._complete_prefill(entries, found)
         return decoded
 
-    def _logits(self, fed: list[SequenceRows], decoded: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def _logits(
+        self, fed: list[SequenceRows], decoded: NDArray[np.int64], states: list[Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
         """One forward pass -> hidden states of all tokens [T, D], and the logits [len(fed) + len(decoded), V] after the
-        last token of each of `fed` and of each of the rows `decoded`."""
+        last token of each of `fed` and of each of the rows `decoded`. states: as in `Model.forward`."""
         batches = [lay_out(fed, **self._gather)] if fed else []
         if len(decoded):
             batches.append(self._decoded(decoded))
-        x = self.model.forward(joined(batches), self.cache)
+        x = self.model.forward(joined(batches), self.cache, states)
         ends = np.cumsum([len(r.tokens) for r in fed] + [1] * len(decoded)) - 1
         return x, self.model.logits(x[torch.from_numpy(ends)] if fed else x)
 
@@ -364,8 +374,9 @@ class Engine:
         routes = None
         if self._capture is not None and entry.spec.routing_start is not None:
             (routes,) = self._capture.read([entry.slots.numpy()[entry.spec.routing_start : len(entry.tokens) - 1]])
+        states = torch.cat(entry.states).float().numpy() if entry.states else None
         for job in entry.jobs:
-            self._complete(job, nothing, no_logprobs, Finish.LENGTH, routes)
+            self._complete(job, nothing, no_logprobs, Finish.LENGTH, routes, states)
         self.cache.release(entry.pages)
         entry.pages = []
 
@@ -411,8 +422,9 @@ class Engine:
         logprobs: NDArray[np.float32],
         finish: Finish,
         routes: RoutingRows | None,
+        states: NDArray[np.float32] | None = None,
     ) -> None:
-        """routes: None if not requested, and for a sample that was never fed.
+        """routes, states: None if not requested, and for a sample that was never fed.
 
         The reply of a model without experts has no `routed_experts`, as that of SGLang without a capturer.
         """
@@ -436,5 +448,10 @@ class Engine:
             abort_message="aborted" if finish is Finish.ABORT else "",
         )
         group = job.group
-        done = Completed(reply=reply, prompt_logprobs=group.prompt_logprobs or (), prompt_top=group.prompt_top)
+        done = Completed(
+            reply=reply,
+            prompt_logprobs=group.prompt_logprobs or (),
+            prompt_top=group.prompt_top,
+            states=states,
+        )
         group.finish(job.index, done)

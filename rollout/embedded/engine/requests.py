@@ -17,6 +17,7 @@ from torch import Tensor
 from miles_like.types import SamplingParams
 from rollout.embedded.engine.capture import RoutingRows
 from rollout.wire.generate import GenerateReply, GenerateRequest, WireSpan
+from rollout.wire.layer_states import MAX_TOKENS
 from rollout.wire.scores import PromptTop
 
 
@@ -34,6 +35,7 @@ class PromptSpec:
     top: int = 0  # number of likeliest tokens whose log-probs are requested at each position after it
     routing_start: int | None = None  # first position whose experts are requested; None: none
     gates: bool = False  # gate weights are requested too
+    states: bool = False  # the residual stream of every token at every layer is requested, and nothing is sampled
 
     @property
     def limit(self) -> int:
@@ -48,6 +50,7 @@ class Completed:
     reply: GenerateReply
     prompt_logprobs: tuple[float, ...]  # of prompt tokens logprob_start+1 .. P-1, from raw logits
     prompt_top: PromptTop | None = None  # at the same positions; None: not requested, or never fed
+    states: NDArray[np.float32] | None = None  # [P, 2L+1, D], see rollout.wire.layer_states; None: likewise
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -113,6 +116,7 @@ class Entry:
     pages: list[int] = field(default_factory=list)  # of the tokens, held while jobs wait for them
     slots: Tensor | None = None  # [>= P] int64 slots of those pages; None: not admitted
     logits: Tensor | None = None  # [V] after the last token; None: not prefilled
+    states: list[Tensor] = field(default_factory=list)  # [n, 2L+1, D] of each piece of the prefill, if requested
 
     @property
     def spec(self) -> PromptSpec:
@@ -120,13 +124,16 @@ class Entry:
 
 
 def specs_of(request: GenerateRequest) -> list[PromptSpec]:
-    """The specs of a request's prompts. Raises ValueError for candidates of sampled tokens, which are not supported."""
+    """The specs of a request's prompts. Raises ValueError for what is not supported: candidates of sampled tokens, and
+    states of layers in a request that samples, begins to score later, or is long."""
     scored = request.logprob_start_len >= 0 and not any(s.max_new_tokens for s in request.sampling)
     if request.return_logprob and request.top_logprobs_num and not scored:
         raise ValueError(
             f"top_logprobs_num = {request.top_logprobs_num} is served for prompts that are only scored: send "
             "max_new_tokens = 0 and a logprob_start_len of 0 or more, or leave it out"
         )
+    if request.return_layer_states and (why := _states_refusal(request)):
+        raise ValueError(f"return_layer_states: {why}")
     rids = request.rid or tuple(uuid.uuid4().hex for _ in request.input_ids)
     return [
         PromptSpec(
@@ -140,6 +147,19 @@ def specs_of(request: GenerateRequest) -> list[PromptSpec]:
             top=request.top_logprobs_num if request.return_logprob else 0,
             routing_start=request.routed_experts_start_len if request.return_routed_experts else None,
             gates=request.return_routed_experts and request.return_routed_weights,
+            states=request.return_layer_states,
         )
         for rid, ids, sampling in zip(rids, request.input_ids, request.sampling, strict=True)
     ]
+
+
+def _states_refusal(request: GenerateRequest) -> str:
+    """Why a request for states of layers is refused; empty if it is not. Every token must be fed, none be cached."""
+    if any(s.max_new_tokens for s in request.sampling) or request.logprob_start_len or not request.return_logprob:
+        return (
+            "they are of prompts that are scored from their first token: send max_new_tokens = 0, "
+            "return_logprob = true and logprob_start_len = 0"
+        )
+    if (tokens := sum(map(len, request.input_ids))) > MAX_TOKENS:
+        return f"{tokens:,} tokens in one request, at most {MAX_TOKENS:,}: send a shorter text"
+    return ""

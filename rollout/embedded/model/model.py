@@ -7,6 +7,8 @@ Letters: T packed tokens of a forward pass, D hidden, E experts, K experts per t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,8 +37,9 @@ class Model:
         a = self.arch.attention
         return a.expanded_width if isinstance(a, LatentAttention) and not self.ops.absorb else a.cache_width
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """[T, D] before the last norm. Writes each token's state and expert ids into the cache."""
+    def forward(self, batch: ForwardBatch, cache: KVCache, states: list[Tensor] | None = None) -> Tensor:
+        """[T, D] before the last norm. Writes each token's state and expert ids into the cache. states: gets the
+        residual stream [T, D] before the first layer, and after the attention and the feed-forward of each."""
         a, w = self.arch, self.weights
         assert w is not None, "a forward pass without weights"
         x = w.embed[batch.tokens]
@@ -44,12 +47,16 @@ class Model:
         shape = (len(x), a.layers, a.routed)
         routing = None if cache.routing is None else torch.zeros(shape, dtype=torch.int32)
         gates = None if cache.gates is None else torch.zeros(shape)
+        see: Callable[[Tensor], object] = (lambda _: None) if states is None else states.append
+        see(x)
         for i, layer in enumerate(w.layers):
             h = self.ops.rmsnorm(x, layer.input_norm, a.norm_eps)
             x = x + attend(a.attention, layer.attention, h, angles, batch, cache.values[i], self.ops)
+            see(x)
             h = self.ops.rmsnorm(x, layer.post_norm, a.norm_eps)
             into = None if routing is None else routing[:, i]
             x = x + self._feed_forward(layer, h, into, None if gates is None else gates[:, i])
+            see(x)
         for kept, new in ((cache.routing, routing), (cache.gates, gates)):
             if kept is not None and new is not None:
                 kept.index_copy_(0, batch.slots, new)

@@ -40,6 +40,7 @@ from rollout.embedded.server.worker import EngineWorker
 from rollout.server_key import ServerKey, given_key
 from rollout.wire import endpoints
 from rollout.wire.bodies import request_bytes
+from rollout.wire.layer_states import FLAG
 from rollout.wire.log_marks import LOADED, LOADS
 
 _BUCKET_BYTES = PublishConfig().bucket_bytes
@@ -132,6 +133,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for flag, meaning in (
         ("--enable-return-routed-experts", "keep the expert ids of each token, for requests that ask for them"),
         ("--enable-return-routed-weights", "keep the gate weights of routed experts, for requests that ask for them"),
+        (FLAG, "give the residual stream of a scored prompt at every layer to requests that ask for it"),
         ("--disable-radix-cache", "disable the prefix cache: feed every prompt completely"),
     ):
         p.add_argument(flag, action="store_true", help=meaning)
@@ -190,6 +192,7 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey 
         routes=args.enable_return_routed_experts,
         gates=args.enable_return_routed_weights,
         prefixes=not args.disable_radix_cache,
+        states=args.enable_layer_states,
     )
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype]
     print(f"{LOADS}: {args.model_path}", flush=True)

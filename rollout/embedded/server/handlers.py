@@ -31,7 +31,7 @@ from rollout.embedded.server.text import Text
 from rollout.embedded.server.worker import EngineStopped, EngineWorker, Generation
 from rollout.embedded.updates.groups import UpdateGroups, is_loopback
 from rollout.embedded.updates.segments import read_segment
-from rollout.wire import endpoints
+from rollout.wire import endpoints, layer_states
 from rollout.wire.bodies import EmptyBody, read
 from rollout.wire.checksum import engine_checksum
 from rollout.wire.control import (
@@ -250,6 +250,8 @@ class Handlers:
                 ids = specs[i // request.n].token_ids[request.logprob_start_len :]
                 if len(c.prompt_logprobs) == max(0, len(ids) - 1):  # else aborted before the prompt was fed
                     meta |= prompt_entries(c.prompt_logprobs, ids, c.prompt_top)
+            if c.states is not None:
+                meta[layer_states.KEY] = layer_states.states_to_json(c.states)
             out.append(one if texts is None else {"text": texts[i]} | one)
         return out
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -25,12 +26,13 @@ from miles_like.config.load import load_config
 from miles_like.loop.step_bounds import StepBounds
 from miles_like.report.metrics import write_rollouts
 from miles_like.run.verify import VerifyOptions, read_rollouts
-from miles_like.verify.allowance import allowance, of_steps
+from miles_like.verify.allowance import allowance, of_steps, rounding_units
 from miles_like.verify.attribution import _bad_rows, _beyond
 from miles_like.verify.evidence import SampleTokens
 from miles_like.verify.gate import check_before_start
+from miles_like.verify.layers.compare import LayerComparison, PartDifference
 from miles_like.verify.logprob_convention import explains
-from miles_like.verify.report import Cause, Finding, Profile, Report, gap_of
+from miles_like.verify.report import Cause, Finding, Profile, Report, gap_of, rho_histogram
 from miles_like.verify.tokens import compare_prompts, compare_tokens, shifted
 from tests.support.cli_runner import CliRunner
 from tests.support.made_samples import group, sample
@@ -132,6 +134,40 @@ def test_a_server_without_a_scheme_is_refused_before_the_checkpoint_is_made(
     check_refusal(" ".join(done.stderr.split()), "10.0.0.7:30000", "http://10.0.0.7:30000")
 
 
+def test_ratios_are_counted_in_bins_of_equal_width_around_one() -> None:
+    """Each in the bin between whose edges it lies; those beyond are counted at the ends, and nan in no bin."""
+    delta = torch.tensor([0.0, 0.01, -0.01, math.log(2), math.log(2), -math.log(2), 9.0, -9.0, math.inf, -math.inf])
+    found = rho_histogram(torch.cat([delta, torch.tensor([math.nan])]))
+    assert len(found.counts) == len(found.edges) + 1 and sum(found.counts) == len(delta) and found.nan == 1
+    middle = len(found.counts) // 2
+    assert found.edges[middle - 1] < 1 < found.edges[middle] and found.counts[middle] == 3
+    for ratio, n in ((2.0, 2), (0.5, 1)):
+        place = next(i for i, (a, b) in enumerate(itertools.pairwise(found.edges)) if a <= ratio < b)
+        assert found.counts[place + 1] == n
+    assert found.counts[0] == found.counts[-1] == 2
+    ratios = [b / a for a, b in itertools.pairwise(found.edges)]
+    assert max(ratios) == pytest.approx(min(ratios)) and found.edges[0] * found.edges[-1] == pytest.approx(1)
+    figures = report().to_json()
+    assert sum(figures["rho_counts"]) == 2  # type: ignore[arg-type]
+
+
+def test_the_first_layer_that_differs_is_a_cause() -> None:
+    """Of the server that has one, though the gap is explained; the figures of every part are in the JSON."""
+
+    def compared(url: str, *differences: float) -> LayerComparison:
+        parts = [PartDifference(state=i, difference=d, explained=0.1, stream=d) for i, d in enumerate(differences)]
+        return LayerComparison(url=url, tokens=5, parts=parts)
+
+    made = report().with_layers([compared("http://a", 0.0, 0.01, 0.02), compared("http://b", 0.0, 0.2, 0.3)])
+    assert [(step, cause) for step, cause, _ in made.causes] == [("layers", Cause.LAYER)] and not made.ok
+    assert "the attention of layer 0 is the first that differs on server http://b" in made.conclusion()
+    figures = made.to_json()
+    assert figures["verify/layers/first/http://a"] is None
+    assert figures["verify/layers/first/http://b"] == "the attention of layer 0"
+    assert figures["verify/layers/the MLP of layer 0/http://b"] == pytest.approx(3.0)
+    assert report().with_layers([compared("http://a", 0.0, 0.01)]).ok
+
+
 def test_json_has_no_nan(tmp_path: Path) -> None:
     report(delta=math.nan).write_json(tmp_path / "a.json")
     figures = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
@@ -159,6 +195,10 @@ def test_what_a_precision_explains() -> None:
     assert kernels == of(qat) == of(bf16, "sglang") < one_side == of(qat, "sglang")
     assert of(PrecisionConfig(format="int4", qat=True), "sglang") == of(bf16)
     assert of(fp8, b=Bounds(kl_max=0.5)) == 0.5
+    units = {p.format: rounding_units(p, engine="sglang", exact=False, more=False) for p in (bf16, fp8)}
+    assert units[bf16.format] == (2**-8, 2**-8) and units[fp8.format] == (2**-4, 2**-8)
+    assert rounding_units(bf16, engine="sglang", exact=False, more=True) == units[fp8.format]
+    assert rounding_units(qat, engine="embedded", exact=True, more=False) == (0.0, 0.0)
     own = allowance(Bounds(), bf16, engine="sglang", exact=False, routed=False).kl_max
     assert own is not None and 1.5e-3 < own < one_side, "a published model without replay: docs/r3.md"
 
