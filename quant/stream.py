@@ -8,7 +8,7 @@ whose scales are in another file streams in the memory of a few tensors; without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -99,14 +99,16 @@ def pair_stream(
     *,
     lookup: Lookup | None = None,
     held_bytes: int = 4 << 30,
+    whole: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Iterator[tuple[str, Tensor | QuantTensor]]:
     """Joins the stored tensors of each quantized weight, which come in any order; yields all others unchanged.
 
-    lookup: name -> a stored tensor that has not come yet, or None if there is none. Raises ValueError naming the
+    lookup: name -> a stored tensor that has not come yet, or None if there is none. whole: shape of each weight, where
+    the tensors hold only some of its rows of blocks. Raises ValueError naming the
     tensor: codes without scale, scale without codes, tensors of a wrong shape or dtype or with invalid values, or
     quantized weights in a stream whose model has no `quantization_config`.
     """
-    pairs = _Pairs(codec_or_none(spec), lookup, held_bytes)
+    pairs = _Pairs(codec_or_none(spec), lookup, held_bytes, whole or {})
     for name, tensor in tensors:
         if is_dropped(pairs.codec, name):
             continue
@@ -156,8 +158,11 @@ def dequantize_stream(
 class _Pairs:
     """Stored tensors that wait for the others of their weight."""
 
-    def __init__(self, codec: Codec | None, lookup: Lookup | None, held_bytes: int) -> None:
+    def __init__(
+        self, codec: Codec | None, lookup: Lookup | None, held_bytes: int, whole: Mapping[str, tuple[int, ...]]
+    ) -> None:
         self.codec = codec
+        self.whole = whole
         self.lookup = lookup
         self.held_bytes = held_bytes
         self.held: dict[str, dict[str, Tensor]] = {}  # weight -> leaf -> stored tensor
@@ -184,7 +189,8 @@ class _Pairs:
         if all(n in have for n in wanted):
             if leaf != codes:
                 self.waiting -= have[codes].nbytes
-            return name, self.codec.adopt(name, self.held.pop(name))
+            rows, columns = self.whole.get(name, (0, 0))
+            return name, self.codec.adopt(name, self.held.pop(name), (rows, columns) if rows else None)
         if leaf == codes:
             self.waiting += tensor.nbytes
             if self.waiting > self.held_bytes:

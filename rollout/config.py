@@ -67,7 +67,9 @@ class EmbeddedFlags(Section):
     dtype: Literal["float32", "bfloat16"] | None = None
     # "decoded": keep decoded copies beside the codes. "codes": keep the codes only, which takes less memory
     weights: Literal["decoded", "codes"] = "decoded"
-    threads: int = Field(2, ge=1)  # of torch, of each server
+    threads: int = Field(2, ge=1)  # of torch, of each rank of a server
+    tp_size: int = Field(1, ge=1)  # processes of a server, over which the model is divided
+    ep_size: int = Field(1, ge=1)  # groups of them that the experts are divided over; 1: each expert over all
     max_running_requests: int = Field(512, ge=1)  # samples that are generated at the same time
     max_total_tokens: int = Field(65536, ge=64)  # slots in the KV cache
     context_length: int = Field(1024, ge=8)  # most tokens of a prompt and its response

@@ -64,6 +64,7 @@ RULES = {
     "rollout.embedded.model": "miles_like.hf quant rollout.embedded.cache rollout.embedded.families rollout.wire",
     "rollout.embedded.updates": "miles_like.types rollout.wire",
     "rollout.embedded.engine": "miles_like.types rollout.embedded.cache rollout.embedded.model rollout.wire",
+    "rollout.embedded.ranks": "miles_like.hf quant rollout.embedded.cache rollout.embedded.model rollout.wire",
     "rollout.embedded.server": f"{CONTRACTS} quant.hf_config rollout.config rollout.server_key rollout.wire"
     " rollout.embedded",
     # megatron_bridge

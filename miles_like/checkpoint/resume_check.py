@@ -29,6 +29,8 @@ SILENT = (
     "rollout.*_timeout_s",
     "rollout.prompts_per_request",
     "rollout.embedded.threads",
+    "rollout.embedded.tp_size",
+    "rollout.embedded.ep_size",
     "rollout.embedded.max_running_requests",
     "rollout.embedded.max_total_tokens",
     "rollout.sglang.*",

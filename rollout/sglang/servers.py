@@ -270,6 +270,7 @@ def embedded_command(launch: ServerLaunch, port: int) -> list[str]:
         *("--host", launch.host),
         *("--port", str(port)),
         *("--threads", str(e.threads)),
+        *(("--tp-size", str(e.tp_size), "--ep-size", str(e.ep_size)) if e.tp_size > 1 or e.ep_size > 1 else ()),
         *("--dtype", e.dtype or ("float32" if exact is None else "bfloat16")),
         *("--weights", e.weights),
         *("--activations", launch.activations),

@@ -16,6 +16,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from rollout.embedded.model.exact_ops import ExactOps
 from rollout.embedded.server.service import Service
 from rollout.wire.control import PauseMode
 from tests.support.exactly import MODELS, generate
+from tests.support.ranked import divided
 from tests.support.tiny_models import random_tensors, write_checkpoint
 
 REQUESTS, VERSIONS, LONGEST = 60, 3, 60
@@ -43,11 +45,13 @@ def _tensors(model: str, version: int) -> dict[str, torch.Tensor]:
     return {n: t * 3 + (t.dim() > 1) * 0.1 * version * torch.randn_like(t) for n, t in stock.items()}
 
 
-def _service(path: Path, **limits: bool) -> Service:
+def _service(path: Path, layout: str | None = None, **limits: bool) -> Service:
+    """layout: of its ranks; None: one."""
     wanted = EngineLimits(
         max_running=3, max_total_tokens=SLOTS, context_length=LONGEST, prefill_tokens=40, page=4, gates=True, **limits
     )
-    return Service(path, wanted, version="0", ops=ExactOps())
+    how: dict[str, Any] = {"version": "0", "ops": ExactOps()}
+    return Service(path, wanted, **how) if layout is None else divided(path, wanted, layout, **how)
 
 
 def _publish(s: Service, model: str, version: int) -> None:
@@ -188,14 +192,27 @@ class World:
         return np.frombuffer(base64.b64decode(encoded or ""), kind).reshape(-1, arch.layers * arch.routed)
 
 
-@pytest.mark.parametrize(("model", "piece"), [pytest.param("mla", 7, marks=pytest.mark.slow), ("gqa", 1024)])
-def test_what_is_cached_changes_no_bit(model: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model", "piece", "layout"),
+    [
+        pytest.param("mla", 7, None, marks=pytest.mark.slow),
+        ("gqa", 1024, None),
+        pytest.param("mla", 7, "ep2", marks=pytest.mark.slow),
+        pytest.param(
+            "gqa", 1024, "tp2", marks=[pytest.mark.slow, pytest.mark.long(beside="tests/laws/test_prefix_cache.py")]
+        ),
+    ],
+)
+def test_what_is_cached_changes_no_bit(
+    model: str, piece: int, layout: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on several ranks, which copy pages and compute under the same versions: they are compared with one rank."""
     monkeypatch.setattr(engine_module, "_PIECE", piece)
     path = write_checkpoint(tmp_path, MODELS[model], _tensors(model, 0))
     fresh = [_service(path, prefixes=False) for _ in range(VERSIONS + 1)]
     for version, s in enumerate(fresh):
         _publish(s, model, version)
-    world = World(model, _service(path), fresh, random.Random(piece))
+    world = World(model, _service(path, layout), fresh, random.Random(piece))
     world.texts = [tuple(world.r.choices(range(2, 100), k=n)) for n in (5, 24, 40)]
     world.watch()
     world.run()

@@ -38,6 +38,7 @@ from rollout.episodes.pool import EnginePool
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.samples import RoutingShape
 from tests.support.embedded_fixtures import Held, oracle, save, served
+from tests.support.ranked import divided
 
 SHAPE = RoutingShape(num_layers=3, moe_layers=(1, 2), top_k=4, num_experts=16)
 NEW, G = 12, 2
@@ -80,9 +81,12 @@ def _reward(prompt: Prompt, sample: Sample) -> float:
 
 
 @asynccontextmanager
-async def world(path: Path, ops: Any = plain_ops, *, running: int = 3) -> AsyncIterator[World]:
-    """A new process: its own server and client."""
-    s = Service(path, EngineLimits(max_total_tokens=2048, context_length=256, max_running=running), ops=ops)
+async def world(
+    path: Path, ops: Any = plain_ops, *, running: int = 3, layout: str | None = None
+) -> AsyncIterator[World]:
+    """A new process: its own server and client. layout: of its ranks; None: one."""
+    limits = EngineLimits(max_total_tokens=2048, context_length=256, max_running=running)
+    s = Service(path, limits, ops=ops) if layout is None else divided(path, limits, layout, ops=ops)
     s.engine.set_version("0")
     with served(s) as url:
         client = SGLangClient(url, routing=SHAPE, request_timeout_s=60.0)
@@ -126,11 +130,15 @@ async def _cut(w: World, file: Path, *, prompt_per_request: bool, tokens: int) -
 
 @pytest.mark.parametrize(
     # one sample of a group has begun and one has not; three have ended and wait for the others
-    ("ops", "apart", "tokens", "cuts", "atol"),
-    [("plain", True, 26, {0, 9}, 1e-5), pytest.param("exact", False, 42, {2, 12}, 0.0, marks=pytest.mark.slow)],
+    ("ops", "apart", "tokens", "cuts", "atol", "layout"),
+    [
+        ("plain", True, 26, {0, 9}, 1e-5, None),
+        pytest.param("exact", False, 42, {2, 12}, 0.0, None, marks=pytest.mark.slow),
+        pytest.param("exact", False, 42, {2, 12}, 0.0, "ep2", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rollout_that_goes_on_elsewhere_is_the_one_that_was_not_touched(
-    path: Path, tmp_path: Path, ops: str, apart: bool, tokens: int, cuts: set[int], atol: float
+    path: Path, tmp_path: Path, ops: str, apart: bool, tokens: int, cuts: set[int], atol: float, layout: str | None
 ) -> None:
     """Nor is the one that goes on where it was. What is saved is not sampled again. That it was suspended four times
     does not look like a server that aborts all it is given, of which one attempt more is allowed here."""
@@ -138,12 +146,12 @@ def test_a_rollout_that_goes_on_elsewhere_is_the_one_that_was_not_touched(
     async def all_of_it() -> None:
         async with world(path, OPS[ops]) as w:
             whole = await w.run(prompt_per_request=apart)
-        async with world(path, OPS[ops]) as w:
+        async with world(path, OPS[ops], layout=layout) as w:
             _same(await _cut(w, tmp_path / "groups", prompt_per_request=apart, tokens=tokens), whole, atol)
         saved = read_groups(tmp_path / "groups")
         kept_tokens = sum(s.response_len for s in _samples(list(saved.values())))
         assert {s.response_len for s in _samples(list(saved.values()))} == cuts
-        async with world(path, OPS[ops]) as w:
+        async with world(path, OPS[ops], layout=layout) as w:
             w.kept.restore(saved)
             assert {k: g.prompt for k, g in w.kept.state().items()} == {k: g.prompt for k, g in saved.items()}
             _same(await w.run(prompt_per_request=apart), whole, atol)

@@ -11,7 +11,10 @@ from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.precision import served_spec
 from quant.registry import codec_or_none
 from quant.spec import QuantSpec
-from rollout.config import RolloutConfig, SGLangFlags
+from rollout.config import EmbeddedFlags, RolloutConfig, SGLangFlags
+from rollout.embedded.families.registry import architecture_of
+from rollout.embedded.model.slices import Slices
+from rollout.embedded.model.weights import WeightStore
 from rollout.sglang.format_support import check_served
 
 
@@ -20,10 +23,25 @@ def check_engine(rollout: RolloutConfig, precision: PrecisionConfig, hf: Mapping
     spec = served_spec(precision, hf)
     check_shapes(hf, spec)
     check_served(rollout.engine, spec, rollout.sglang)
+    if rollout.engine == "embedded":
+        check_ranks(rollout.embedded, hf, spec)
     if rollout.engine == "sglang":
         check_layers(hf)
         check_engine_shards(rollout.sglang, hf, spec)
         check_attention(rollout.sglang, hf)
+
+
+def check_ranks(flags: EmbeddedFlags, hf: Mapping[str, Any], spec: QuantSpec | None) -> None:
+    """Raises ValueError, with the remedy, for a model that does not divide over the ranks of an embedded server."""
+    if flags.tp_size == flags.ep_size == 1:
+        return
+    slices = Slices(arch=architecture_of(hf), tp=flags.tp_size, ep=flags.ep_size)
+    try:
+        slices.check()
+        for rank in range(flags.tp_size):
+            WeightStore(slices.arch, spec, slices.of(rank))
+    except ValueError as e:
+        raise ValueError(f"rollout.embedded.tp_size, ep_size = {flags.tp_size}, {flags.ep_size}: {e}") from None
 
 
 def check_attention(flags: SGLangFlags, hf: Mapping[str, Any]) -> None:

@@ -61,7 +61,7 @@ def teacher_launch(config: RunConfig, served: Path, logs: Path, slot: Slot) -> S
     if slot.gpus:
         engine = rollout.model_copy(update={"sglang": rollout.sglang.model_copy(update={"enable_memory_saver": False})})
     else:
-        embedded = rollout.embedded.model_copy(update={"return_gates": False})
+        embedded = rollout.embedded.model_copy(update={"return_gates": False, "tp_size": 1, "ep_size": 1})
         engine = rollout.model_copy(update={"engine": "embedded", "embedded": embedded})
     return ServerLaunch(
         model_path=served,

@@ -261,7 +261,7 @@ class Engine:
             return False
         decoded = self._feed(admitted.fresh, turn)
         if admitted.copies:
-            self.cache.copy([s for s, _ in admitted.copies], [t for _, t in admitted.copies])
+            self.model.copy_pages(self.cache, [s for s, _ in admitted.copies], [t for _, t in admitted.copies])
         if len(turn) or admitted.started:  # else prompts were scored without sampling
             self._draw(turn, decoded, admitted.started)
         return True
@@ -307,10 +307,9 @@ class Engine:
             for (i, e), row, end, logits in zip(mine, fed, ends, last[: len(fed)], strict=True):
                 if row.start + len(row.tokens) == len(e.tokens):
                     e.logits = logits.clone()  # a view would keep the logits of all rows in memory
-                rows = slice(end - len(row.tokens), end)
-                found[i].append(self._prompt_scores(e, x[rows], row.start))
+                found[i].append(self._prompt_scores(e, x, row, end - len(row.tokens)))
                 if states and e.spec.states:
-                    e.states.append(torch.stack([s[rows] for s in states], 1))
+                    e.states.append(torch.stack([s[end - len(row.tokens) : end] for s in states], 1))
             if piece == 0:
                 decoded = last[len(fed) :]
         self._complete_prefill(entries, found)
@@ -326,7 +325,7 @@ class Engine:
             batches.append(self._decoded(decoded))
         x = self.model.forward(joined(batches), self.cache, states)
         ends = np.cumsum([len(r.tokens) for r in fed] + [1] * len(decoded)) - 1
-        return x, self.model.logits(x[torch.from_numpy(ends)] if fed else x)
+        return x, self.model.logits(x, torch.from_numpy(ends) if fed else None)
 
     def _piece(self, entry: Entry, start: int) -> SequenceRows:
         assert entry.slots is not None
@@ -352,15 +351,15 @@ class Engine:
             if not entry.spec.sampling.max_new_tokens:
                 self._score(entry)
 
-    def _prompt_scores(self, entry: Entry, x: Tensor, start: int) -> tuple[Tensor, PromptTop | None]:
-        """Log-probs of the prompt tokens that follow positions start, start + 1, ... with hidden states x [n, D], and
-        the likeliest tokens there, if requested."""
-        spec = entry.spec
+    def _prompt_scores(self, entry: Entry, x: Tensor, fed: SequenceRows, at: int) -> tuple[Tensor, PromptTop | None]:
+        """Log-probs of the prompt tokens that follow those of `fed`, whose hidden states x [T, D] has from row `at` on,
+        and the likeliest tokens there, if requested."""
+        spec, start = entry.spec, fed.start
         first = max(start, spec.logprob_start)
-        stop = min(start + len(x), len(spec.token_ids) - 1)
+        stop = min(start + len(fed.tokens), len(spec.token_ids) - 1)
         if spec.logprob_start < 0 or entry.group.prompt_logprobs is not None or first >= stop:
             return torch.zeros(0), PromptTop.empty(spec.top) if spec.top else None
-        logits = self.model.logits(x[first - start : stop - start])
+        logits = self.model.logits(x, slice(at + first - start, at + stop - start))
         ops, top = self.model.ops, None
         if spec.top:
             values, ids = logits.float().log_softmax(-1).topk(spec.top)

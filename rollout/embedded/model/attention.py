@@ -27,7 +27,8 @@ def attend(
     cache: Tensor,
     ops: Operations,
 ) -> Tensor:
-    """x [T, D] -> [T, D]. Writes each token's state into the layer's cache."""
+    """x [T, D] -> outputs of the heads [T, H * channels of a value], before the projection to the hidden state. Writes
+    each token's state into the layer's cache. `a` and `w` are those of the heads of this rank."""
     if isinstance(a, LatentAttention):
         assert isinstance(w, LatentWeights)
         return _latent(a, w, x, angles, batch, cache, ops)
@@ -44,7 +45,7 @@ def _grouped(
     cache: Tensor,
     ops: Operations,
 ) -> Tensor:
-    qkv = _biased(w.qkv(x, ops), w.qkv_bias)
+    qkv = biased(w.qkv(x, ops), w.qkv_bias)
     q, k, v = torch.split(qkv.view(len(x), -1, a.head), [a.heads, a.kv_heads, a.kv_heads], 1)
     if w.q_norm is not None and w.k_norm is not None:
         q, k = ops.rmsnorm(q, w.q_norm, a.norm_eps), ops.rmsnorm(k, w.k_norm, a.norm_eps)
@@ -59,14 +60,14 @@ def _grouped(
         keys, values = past[:, :, : a.kv_heads], past[:, :, a.kv_heads :]
         heads = ops.attention(chunk.padded(qk[chunk.rows, : a.heads]), keys, values, a.softmax_scale, chunk.q_start)
         out[chunk.rows] = chunk.unpadded(heads).flatten(1)
-    return _biased(w.out(out, ops, ops.tp_shards), w.out_bias)
+    return out
 
 
 def _latent(
     a: LatentAttention, w: LatentWeights, x: Tensor, angles: Angles, batch: ForwardBatch, cache: Tensor, ops: Operations
 ) -> Tensor:
     width, dim = a.cache_width, a.rope.dim
-    down = _biased(w.down(x, ops), w.down_bias)
+    down = biased(w.down(x, ops), w.down_bias)
     first, latent, key = torch.split(down, [w.down.shape[0] - width, a.kv_lora, dim], -1)
     if w.q_up is not None and w.q_norm is not None:
         first = w.q_up(ops.rmsnorm(first, w.q_norm, a.norm_eps), ops)
@@ -86,7 +87,7 @@ def _latent(
         q = torch.cat([q[..., : a.nope], rotated[:, :-1]], -1)
         for chunk in batch.chunks:
             out[chunk.rows] = _expanded_chunk(a, q[chunk.rows], chunk, cache, ops).flatten(1)
-    return _biased(w.out(out, ops, ops.tp_shards), w.out_bias)
+    return out
 
 
 def _latent_chunk(
@@ -137,6 +138,6 @@ def _absorb_below(a: LatentAttention) -> float:
     return a.kv_lora * (a.nope + a.v_dim) / saved if saved > 0 else float("inf")
 
 
-def _biased(y: Tensor, bias: Tensor | None) -> Tensor:
+def biased(y: Tensor, bias: Tensor | None) -> Tensor:
     """The bias is added to the rounded product, as in megatron's parallel linears."""
     return y if bias is None else y + bias

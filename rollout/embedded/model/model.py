@@ -1,13 +1,14 @@
 """A decoder of any family in plain torch: attention, MLP or experts, layer by layer over a paged cache.
 
-All arithmetic is done by an `Operations` set. The differences between families are in `Architecture`.
+All arithmetic is done by an `Operations` set. The differences between families are in `Architecture`. A model may be
+one rank's part of it: `slices` names the outputs that it computes, and `exchange` brings it those of the others.
 
 Letters: T packed tokens of a forward pass, D hidden, E experts, K experts per token, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,26 +16,40 @@ from torch import Tensor
 
 from rollout.embedded.cache.kv_cache import KVCache
 from rollout.embedded.families.architecture import Architecture, LatentAttention
-from rollout.embedded.model.attention import attend
+from rollout.embedded.model.attention import attend, biased
 from rollout.embedded.model.batch import ForwardBatch
+from rollout.embedded.model.exchange import Alone, Exchange, ExpertRows, check_agreement, columns, embedded
 from rollout.embedded.model.operations import Operations
 from rollout.embedded.model.prepared import LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from rollout.embedded.model.slices import Slices
 
 
 class Model:
     """`weights` may be replaced between two forward passes; None: their memory is released, and nothing is computed."""
 
-    def __init__(self, arch: Architecture, weights: ModelWeights, ops: Operations, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        weights: ModelWeights,
+        ops: Operations,
+        dtype: torch.dtype,
+        *,
+        slices: Slices | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """slices, exchange: of this rank; None: there is no other one."""
         self.arch = arch
         self.weights: ModelWeights | None = weights
         self.ops = ops
         self.dtype = dtype
+        self.slices, self.exchange = slices or Slices(arch=arch), exchange or Alone()
+        self._attention = self.slices.attention
         self._inv_freq = arch.attention.rope.inv_freq()
 
     @property
     def cache_width(self) -> int:
-        """Values per token in a layer's cache."""
-        a = self.arch.attention
+        """Values per token in a layer's cache, of the heads of this rank."""
+        a = self._attention
         return a.expanded_width if isinstance(a, LatentAttention) and not self.ops.absorb else a.cache_width
 
     def forward(self, batch: ForwardBatch, cache: KVCache, states: list[Tensor] | None = None) -> Tensor:
@@ -42,56 +57,80 @@ class Model:
         residual stream [T, D] before the first layer, and after the attention and the feed-forward of each."""
         a, w = self.arch, self.weights
         assert w is not None, "a forward pass without weights"
-        x = w.embed[batch.tokens]
+        x = embedded(w.embed, batch.tokens, self.slices, self.exchange)
         angles = self.ops.rope_cos_sin(batch.positions, self._inv_freq, a.attention.rope.mscale, self.dtype)
         shape = (len(x), a.layers, a.routed)
         routing = None if cache.routing is None else torch.zeros(shape, dtype=torch.int32)
         gates = None if cache.gates is None else torch.zeros(shape)
         see: Callable[[Tensor], object] = (lambda _: None) if states is None else states.append
+        chosen: list[Tensor] = []
         see(x)
         for i, layer in enumerate(w.layers):
             h = self.ops.rmsnorm(x, layer.input_norm, a.norm_eps)
-            x = x + attend(a.attention, layer.attention, h, angles, batch, cache.values[i], self.ops)
+            x = x + self._attended(layer, h, angles, batch, cache.values[i])
             see(x)
             h = self.ops.rmsnorm(x, layer.post_norm, a.norm_eps)
-            into = None if routing is None else routing[:, i]
-            x = x + self._feed_forward(layer, h, into, None if gates is None else gates[:, i])
+            if isinstance(layer.mlp, MlpWeights):
+                x = x + self._mlp(layer.mlp, h)
+                see(x)
+                continue
+            ids, used = self._route(layer.mlp, h)
+            chosen.append(ids)
+            if routing is not None:
+                routing[:, i].copy_(ids)
+            if gates is not None:
+                gates[:, i].copy_(used)
+            x = x + self._moe(layer.mlp, h, ids, used)
             see(x)
+        check_agreement(chosen, self.exchange)
         for kept, new in ((cache.routing, routing), (cache.gates, gates)):
             if kept is not None and new is not None:
                 kept.index_copy_(0, batch.slots, new)
         cache.epochs.index_fill_(0, batch.slots, cache.epoch)
         return x
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[T, D] of `forward` -> [T, V]."""
+    def logits(self, x: Tensor, rows: Tensor | slice | None = None) -> Tensor:
+        """[T, D] of the last `forward` -> [T, V], or those of `rows` alone; on another rank than the first, columns of
+        that rank only."""
         w = self.weights
         assert w is not None, "logits without weights"
-        return self.ops.linear(self.ops.rmsnorm(x, w.norm, self.arch.norm_eps), w.head)
+        normed = self.ops.rmsnorm(x if rows is None else x[rows], w.norm, self.arch.norm_eps)
+        return columns(self.exchange.gathered_first(self.ops.linear(normed, w.head)))
 
-    def _feed_forward(self, layer: LayerWeights, x: Tensor, routing: Tensor | None, gates: Tensor | None) -> Tensor:
-        if isinstance(layer.mlp, MlpWeights):
-            return self._mlp(layer.mlp, x)
-        return self._moe(layer.mlp, x, routing, gates)
+    def copy_pages(self, cache: KVCache, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """As `KVCache.copy`."""
+        cache.copy(list(sources), list(targets))
+
+    def _attended(
+        self, layer: LayerWeights, x: Tensor, angles: tuple[Tensor, Tensor], batch: ForwardBatch, cache: Tensor
+    ) -> Tensor:
+        w, ops = layer.attention, self.ops
+        heads = self._whole(attend(self._attention, w, x, angles, batch, cache, ops))
+        return self._whole(biased(w.out(heads, ops, ops.tp_shards), w.out_bias))
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """This rank's columns [T, n] -> those of all ranks."""
+        return columns(self.exchange.gathered(x))
 
     def _mlp(self, w: MlpWeights, x: Tensor) -> Tensor:
-        return w.down(self.ops.swiglu(w.gate_up(x, self.ops)), self.ops, self.ops.tp_shards)
+        h = self._whole(self.ops.swiglu(w.gate_up(x, self.ops)))
+        return self._whole(w.down(h, self.ops, self.ops.tp_shards))
 
-    def _moe(self, w: MoeWeights, x: Tensor, routing: Tensor | None, used: Tensor | None) -> Tensor:
-        """Gate weights are applied before the last projection. routing: int32 [T, K] output for the expert ids, or
-        None; used: fp32 [T, K] output for their gate weights, or None."""
+    def _route(self, w: MoeWeights, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert ids int64 [T, K] and gate weights fp32 [T, K]. Every rank computes them, from the same x."""
+        assert self.arch.moe is not None
+        return self.ops.route(x, w.router, w.bias, self.arch.moe.router)
+
+    def _moe(self, w: MoeWeights, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        """Gate weights are applied before the last projection."""
         m, ops = self.arch.moe, self.ops
         assert m is not None
-        ids, gates = ops.route(x, w.router, w.bias, m.router)
-        if routing is not None:
-            routing.copy_(ids)
-        if used is not None:
-            used.copy_(gates)
         flat = ids.numpy().reshape(-1).astype(np.int16)  # numpy sorts 16-bit keys by radix
-        counts = np.bincount(flat, minlength=m.experts).tolist()
+        rows = ExpertRows(np.bincount(flat, minlength=m.experts).tolist(), self.slices, self.exchange)
         order = torch.from_numpy(np.argsort(flat, kind="stable"))
-        token = order // m.router.top_k
-        h = w.gate_up(w.gate_up.rounded(x).index_select(0, token), counts, ops)
-        h = ops.swiglu(h, gates.reshape(-1, 1).index_select(0, order))
-        y = ops.combine(w.down(w.down.rounded(h), counts, ops, ops.expert_tp_shards), token, len(x))
+        token, own = order // m.router.top_k, order[rows.own]
+        h = w.gate_up(w.gate_up.rounded(x).index_select(0, token[rows.own]), rows.counts, ops)
+        h = rows.complete(ops.swiglu(h, gates.reshape(-1, 1).index_select(0, own)))
+        y = rows.all(w.down(w.down.rounded(h), rows.counts, ops, ops.expert_tp_shards))
+        y = ops.combine(y, token, len(x))
         return y if w.shared is None else y + self._mlp(w.shared, x)

@@ -1,6 +1,7 @@
 """Weights as the model uses them: projections of the same input fused, experts stacked.
 
-Letters: D hidden, I expert width, E experts, H heads, Hk key/value heads, C latent rank.
+Letters: D hidden, I expert width, E experts, H heads, Hk key/value heads, C latent rank. On one of several ranks H, Hk,
+I, E, the rows of `out` and `down` and the tokens of `embed` and `head` are those of the rank's slices.
 """
 
 from __future__ import annotations
@@ -233,15 +234,15 @@ class _Builder:
         return MlpWeights(gate_up=gate_up, down=self.linear(p + "down_proj.weight"))
 
     def moe(self, m: Moe, p: str) -> MoeWeights:
-        numbers = range(m.experts)
+        numbers = self.store.slices.experts
         bias = p + "gate.e_score_correction_bias"
         return MoeWeights(
             router=self.plain(p + "gate.weight", torch.float32),
             bias=self.plain(bias, torch.float32) if m.selection_bias else None,
             gate_up=self.experts(
-                [f"{p}experts.{e}.{n}_proj.weight" for e in numbers for n in ("gate", "up")], m.experts
+                [f"{p}experts.{e}.{n}_proj.weight" for e in numbers for n in ("gate", "up")], len(numbers)
             ),
-            down=self.experts([f"{p}experts.{e}.down_proj.weight" for e in numbers], m.experts),
+            down=self.experts([f"{p}experts.{e}.down_proj.weight" for e in numbers], len(numbers)),
             shared=self.mlp(p + "shared_experts.") if m.shared_ffn else None,
         )
 

@@ -174,6 +174,8 @@ class Experts:
 
     def __call__(self, x: Tensor, counts: Sequence[int], ops: Operations, shards: int = 1) -> Tensor:
         """x [T, K] sorted by expert, counts [E] rows of each -> [T, N]; the product over K is summed in `shards`."""
+        if not len(x):
+            return x.new_zeros(0, self.shape[1])
         if self._dense is not None:
             return ops.grouped_linear(x, self._dense, counts, shards)
         out, start = [], 0
@@ -181,7 +183,7 @@ class Experts:
             rows = [counts[e] for e in chosen]
             out.append(ops.grouped_linear(x[start : start + sum(rows)], self._decoded(chosen), rows, shards))
             start += sum(rows)
-        return out[0] if len(out) == 1 else torch.cat(out) if out else x.new_zeros(0, self.shape[1])
+        return out[0] if len(out) == 1 else torch.cat(out)
 
     def _together(self, used: list[int]) -> Iterator[list[int]]:
         n = max(1, _TOGETHER // (self.shape[1] * self.shape[2]))

@@ -1,7 +1,8 @@
 """The weights of a model as a checkpoint stores them, and updates of them.
 
 The store keeps the tensors as received, including all stored tensors of quantized weights, so its checksums are those
-of the published bytes. `prepared.py` builds the model's weights from it; memory is shared where both hold the same.
+of the published bytes. `prepared.py` builds the model's weights from it; memory is shared where both hold the same. On
+one of several ranks both hold that rank's slices.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from miles_like.hf.checkpoint import HFCheckpoint
-from quant.formats.codec import QuantTensor
+from quant.formats.codec import PerBlock, QuantTensor
 from quant.hf_config import spec_from_hf
 from quant.registry import codec_or_none
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import coded_weight_of, pair_stream, refuse_foreign, stored_name
 from rollout.embedded.families.architecture import Architecture
 from rollout.embedded.model.projections import Codes
+from rollout.embedded.model.slices import Slices
 from rollout.embedded.model.tensors import expected_tensors
 from rollout.wire.checksum import engine_checksum, tensor_checksum
 
@@ -31,26 +34,62 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class WeightStore:
-    """All weights of one model under their Hugging Face names."""
+    """The weights of one model, or the slices of them that one rank of a server holds, under their Hugging Face
+    names."""
 
-    def __init__(self, arch: Architecture, spec: QuantSpec | None) -> None:
+    def __init__(self, arch: Architecture, spec: QuantSpec | None, slices: Slices | None = None) -> None:
+        """slices: None for all weights. Raises ValueError for slices that cut a block of a quantized weight."""
         self.arch = arch
+        self.slices = slices or Slices(arch=arch)
         self._codec = codec_or_none(spec)
         self.spec = spec if self._codec is not None else None
-        self._expected = expected_tensors(arch)
+        self._expected = expected_tensors(arch)  # of the whole model
+        self._shapes = {  # of what is held
+            name: (len(rows), *shape[1:])
+            for name, shape in self._expected.items()
+            if (rows := self.slices.rows(name, shape[0])) is not None
+        }
+        if self.spec is not None and self.slices.tp > 1:
+            self._check_blocks(self.spec)
         self._stored: dict[str, Tensor | QuantTensor] = {}
         self._dtypes: dict[str, torch.dtype] = {}  # received dtypes of tensors that are held in a wider one
 
+    def _check_blocks(self, spec: QuantSpec) -> None:
+        for name, shape in self._expected.items():
+            rows, block = self.slices.rows(name, shape[0]), spec.block[0]
+            if rows is None or not spec.covers(name, shape) or len({r // block for r in (rows[0], rows[-1])}) == 1:
+                continue
+            if rows.start % block:
+                raise ValueError(
+                    f"{name} {list(shape)}: rank {self.slices.rank} of {self.slices.tp} holds its rows {rows.start} to "
+                    f"{rows.stop}, which begin inside a block of {block} rows with one scale ({spec.format}): lower "
+                    "tp_size, or raise ep_size for experts"
+                )
+
     @classmethod
-    def load(cls, checkpoint: HFCheckpoint, arch: Architecture) -> WeightStore:
-        """Loads a whole checkpoint. Raises ValueError naming a tensor that is missing, unknown, damaged or of a wrong
-        shape."""
-        store = cls(arch, spec_from_hf(checkpoint.config))
-        store._stored = store.paired((n, t) for n, t in checkpoint.stream() if not n.endswith("rotary_emb.inv_freq"))
-        missing = sorted(store._expected.keys() - store._stored.keys())
+    def load(cls, checkpoint: HFCheckpoint, arch: Architecture, slices: Slices | None = None) -> WeightStore:
+        """Loads a checkpoint; of what `slices` do not hold only the headers are read. Raises ValueError naming a tensor
+        that is missing, unknown, damaged or of a wrong shape."""
+        store = cls(arch, spec_from_hf(checkpoint.config), slices)
+        store._stored = store.pair(store._read(checkpoint))
+        missing = sorted(store._shapes.keys() - store._stored.keys())
         if missing:
             raise ValueError(f"{checkpoint.path} lacks {missing[0]} ({len(missing)} weights missing): fetch it again")
         return store
+
+    def _read(self, checkpoint: HFCheckpoint) -> Iterator[tuple[str, Tensor]]:
+        """Checks every tensor and yields what is held of it."""
+        for name in checkpoint.names():
+            if name.endswith("rotary_emb.inv_freq") or self.skips(name):
+                continue
+            info = checkpoint.info(name)
+            rows = self._check_header(name, torch.empty(info.shape, dtype=info.dtype, device="meta"))
+            if rows is None:
+                continue
+            whole = len(rows) == (info.shape[0] if info.shape else 1)
+            held = checkpoint.read(name) if whole else checkpoint.read_rows(name, rows.start, rows.stop)
+            self._check_finite(name, held)
+            yield name, held
 
     # ---- received tensors
 
@@ -65,7 +104,13 @@ class WeightStore:
         return m is not None and 0 <= int(m[1]) - self.arch.layers < self.arch.mtp_layers
 
     def check(self, name: str, tensor: Tensor) -> None:
-        """Raises ValueError when a streamed tensor does not fit this model, before it is paired or kept."""
+        """Raises ValueError when a streamed tensor does not fit this model, before a slice of it is kept."""
+        self._check_header(name, tensor)
+        self._check_finite(name, tensor)
+
+    def _check_header(self, name: str, tensor: Tensor) -> range | None:
+        """Checks the name, shape and dtype of a whole stored tensor, which may be on the meta device -> its rows that
+        are held."""
         refuse_foreign(name, tensor.dtype, self.spec)
         coded = coded_weight_of(self._codec, name, tensor.dtype)
         weight = name if coded is None else coded[0]
@@ -75,14 +120,15 @@ class WeightStore:
         covered = self.spec is not None and self.spec.covers(weight, want)
         if coded is None:
             self._check_plain(name, tensor, want, covered)
-            return
-        assert self._codec is not None and self.spec is not None
-        if not covered:
-            raise ValueError(
-                f"{name} is a stored tensor of {self.spec.format} weights, but the quantization_config of the served "
-                f"checkpoint leaves {weight} unquantized: publish with its ignore rules"
-            )
-        self._codec.adopt_tensor(weight, coded[1], tensor, want)
+        else:
+            assert self._codec is not None and self.spec is not None
+            if not covered:
+                raise ValueError(
+                    f"{name} is a stored tensor of {self.spec.format} weights, but the quantization_config of the "
+                    f"served checkpoint leaves {weight} unquantized: publish with its ignore rules"
+                )
+            self._codec.adopt_tensor(weight, coded[1], tensor, want)
+        return self._stored_rows(weight, coded and coded[1], tensor, self.slices)
 
     def _check_plain(self, name: str, tensor: Tensor, want: tuple[int, ...], covered: bool) -> None:
         if tuple(tensor.shape) != want:
@@ -95,32 +141,49 @@ class WeightStore:
                 f"{name} is {tensor.dtype}, but the quantization_config of the served checkpoint requires "
                 f"{self.spec.format} codes: publish in that format, or have its ignore rules name this module"
             )
-        if not bool(torch.isfinite(tensor).all()):
+
+    def _check_finite(self, name: str, tensor: Tensor) -> None:
+        if coded_weight_of(self._codec, name, tensor.dtype) is None and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
             raise ValueError(f"{name} has {bad} values that are not finite")
 
-    def paired(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | QuantTensor]:
-        """Checks every tensor and joins the stored tensors of each quantized weight. Raises ValueError naming the
+    def _stored_rows(self, weight: str, leaf: str | None, tensor: Tensor, slices: Slices) -> range | None:
+        """The rows of a whole stored tensor, of codes its `leaf`, that belong to `slices`; None: they hold nothing of
+        the weight. What applies to a whole weight belongs to all that hold a part of it."""
+        rows = slices.rows(weight, self._expected[weight][0])
+        if rows is None or leaf is None:
+            return rows
+        assert self._codec is not None
+        kind = self._codec.stored.get(leaf)
+        if not isinstance(kind, PerBlock):
+            return range(tensor.shape[0] if tensor.dim() else 1)
+        return range(rows.start // kind.rows, -(-rows.stop // kind.rows))
+
+    def cut(self, name: str, tensor: Tensor, slices: Slices) -> Tensor | None:
+        """What `slices` hold of a whole stored tensor that `check` accepts: the tensor, or a copy of its rows."""
+        weight, leaf = coded_weight_of(self._codec, name, tensor.dtype) or (name, None)
+        rows = self._stored_rows(weight, leaf, tensor, slices)
+        if rows is None or not tensor.dim() or len(rows) == len(tensor):
+            return None if rows is None else tensor
+        return tensor[rows.start : rows.stop].clone()
+
+    def pair(self, held: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | QuantTensor]:
+        """Joins the stored tensors of each quantized weight, cut to what is held. Raises ValueError naming the
         tensor."""
-
-        def checked() -> Iterable[tuple[str, Tensor]]:
-            for name, tensor in tensors:
-                if not self.skips(name):
-                    self.check(name, tensor)
-                    yield name, tensor
-
-        return dict(pair_stream(checked(), self.spec))
+        return dict(pair_stream(held, self.spec, whole=self._expected))
 
     def replaced(self, new: Mapping[str, Tensor | QuantTensor]) -> WeightStore:
         """A copy of the store in which `new`, checked before, replaces the weights of these names."""
-        out = WeightStore(self.arch, self.spec)
+        out = self.without_values()
         out._stored = self._stored | dict(new)
         out._dtypes = {n: d for n, d in self._dtypes.items() if n not in new}
         return out
 
     def without_values(self) -> WeightStore:
         """A store of the same model that holds nothing: `replaced` with all weights makes it complete."""
-        return WeightStore(self.arch, self.spec)
+        out = copy(self)
+        out._stored, out._dtypes = {}, {}
+        return out
 
     def check_coverage(self, spec: QuantSpec | None, where: object) -> None:
         """Raises ValueError when weights stored according to `spec` are stored differently from these."""
@@ -146,7 +209,8 @@ class WeightStore:
         return isinstance(self._stored[name], QuantTensor)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._expected[name]
+        """Of what is held of the weight."""
+        return self._shapes[name]
 
     def decoded(self, name: str, dtype: torch.dtype) -> Tensor:
         """The values the model computes with, cast to `dtype`; those of codes are bf16 by definition."""
@@ -186,9 +250,10 @@ class WeightStore:
             self._stored[name] = value
             self._dtypes[name] = received
 
-    def names(self) -> Set[str]:
-        """Names of all weights of the model."""
-        return self._expected.keys()
+    @property
+    def whole_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name and shape of every weight of the model, held or not."""
+        return self._expected
 
     def fp32_bytes(self) -> list[int]:
         """Size of each weight in fp32."""
@@ -207,13 +272,17 @@ class WeightStore:
         cached hash would not show later changes."""
         out: dict[str, str] = {}
         for name in self._stored:
-            value = self[name]
-            if isinstance(value, QuantTensor):
-                tensors = {stored_name(name, leaf): t for leaf, t in value.stored.items()}
-            else:
-                tensors = {name: value}
-            out |= {stored: tensor_checksum(stored, t) for stored, t in tensors.items()}
+            out |= {stored: tensor_checksum(stored, t) for stored, t, _ in self.stored(name)}
         return out
+
+    def stored(self, name: str, of: Sequence[Slices] = ()) -> Iterator[tuple[str, Tensor, list[range]]]:
+        """What is held of a weight as received: the name of each stored tensor, its rows that are held, and the numbers
+        of the rows that each of `of`, which hold a part of the weight, would hold."""
+        value = self[name]
+        leaves: Mapping[str | None, Tensor] = {None: value} if isinstance(value, Tensor) else {**value.stored}
+        for leaf, tensor in leaves.items():
+            rows = [self._stored_rows(name, leaf, tensor, slices) for slices in of]
+            yield name if leaf is None else stored_name(name, leaf), tensor, [r for r in rows if r is not None]
 
     def checksum(self) -> str:
         return engine_checksum(self.checksums())
@@ -234,7 +303,8 @@ class UpdateSession:
     version: str | None = None
     touched: float = field(default_factory=time.monotonic)  # time of the last request of the update
     refused: str = ""  # why a tensor was refused: an incomplete update must not be finished
-    staged: dict[str, Tensor] = field(default_factory=dict)
+    received: set[str] = field(default_factory=set)  # names of stored tensors
+    staged: dict[str, Tensor] = field(default_factory=dict)  # what the store holds of them
 
     @property
     def idle_s(self) -> float:
@@ -243,21 +313,25 @@ class UpdateSession:
     def touch(self) -> None:
         self.touched = time.monotonic()
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Raises ValueError when the tensor does not fit the model or was sent before; `finish` then raises too."""
+    def add(self, name: str, tensor: Tensor) -> bool:
+        """Stages what the store holds of a whole tensor; False for one that is not served. Raises ValueError when the
+        tensor does not fit the model or was sent before; `finish` then raises too."""
         try:
             if self.store.skips(name):
-                return
+                return False
             self.store.check(name, tensor)
-            if name in self.staged:
+            if name in self.received:
                 raise ValueError(f"{name} was sent twice in one update")
         except ValueError as e:
             self.refused = self.refused or str(e)
             raise
-        self.staged[name] = tensor
+        self.received.add(name)
+        if (held := self.store.cut(name, tensor, self.store.slices)) is not None:
+            self.staged[name] = held
+        return True
 
     def finish(self) -> dict[str, Tensor | QuantTensor]:
         """The weights to replace. Raises ValueError when a tensor was refused or codes have no scale."""
         if self.refused:
             raise ValueError(f"the update is dropped, the old weights stay: {self.refused}")
-        return dict(pair_stream(self.staged.items(), self.store.spec))  # tensors were checked in `add`
+        return self.store.pair(self.staged.items())  # tensors were checked in `add`

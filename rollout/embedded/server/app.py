@@ -23,6 +23,9 @@ from starlette.exceptions import HTTPException
 from rollout.config import PublishConfig
 from rollout.embedded.engine.engine import EngineLimits
 from rollout.embedded.model.exact_ops import operations
+from rollout.embedded.ranks.crew import LIMIT_S, Crew
+from rollout.embedded.ranks.gloo import RankLost
+from rollout.embedded.ranks.part import opened
 from rollout.embedded.server.access import Access, check_address
 from rollout.embedded.server.handlers import Handlers, answered, http_error
 from rollout.embedded.server.limits import (
@@ -35,7 +38,7 @@ from rollout.embedded.server.limits import (
 )
 from rollout.embedded.server.log_limit import LogLimit
 from rollout.embedded.server.openapi import HEALTH_GENERATE, OPENAPI
-from rollout.embedded.server.service import Service
+from rollout.embedded.server.service import Service, slices_of
 from rollout.embedded.server.worker import EngineWorker
 from rollout.server_key import ServerKey, given_key
 from rollout.wire import endpoints
@@ -109,7 +112,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--key-file", type=Path, help="file with the key required of requests, instead of MILES_LIKE_SERVER_KEY"
     )
-    p.add_argument("--threads", type=int, default=2)
+    p.add_argument("--threads", type=int, default=2, help="of torch, of each rank")
+    p.add_argument("--tp-size", type=_positive, default=1, help="processes that the model is divided over")
+    p.add_argument("--ep-size", type=_positive, default=1, help="groups of them that the experts are divided over")
+    p.add_argument(
+        "--rank-timeout", type=_positive, default=int(LIMIT_S), help="seconds after which a silent rank ends the server"
+    )
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of activations")
     p.add_argument("--weights", choices=("decoded", "codes"), default="decoded", help="how quantized weights are kept")
     p.add_argument(
@@ -176,13 +184,20 @@ def _bind_error(e: Exception, port: int) -> str:
 
 def serve(args: argparse.Namespace, key: ServerKey | None = None) -> None:
     """Blocks until the server is stopped. key: required of requests. Raises ValueError when the server cannot start,
-    and for an address beyond loopback without a key."""
-    with _listener(args.host, args.port) as listener:
-        check_address(listener.getsockname()[0], key)
-        _serve_on(listener, args, key)
+    and for an address beyond loopback without a key, and RankLost when one of its ranks has ended."""
+    slices_of(opened(Path(args.model_path)), tp_size=args.tp_size, ep_size=args.ep_size)
+    crew = Crew(args.tp_size, threads=args.threads, limit_s=args.rank_timeout)  # forks: before anything is opened
+    try:
+        with _listener(args.host, args.port) as listener:
+            check_address(listener.getsockname()[0], key)
+            _serve_on(listener, args, key, crew)
+    finally:
+        crew.stop()
+    if crew.failure:
+        raise RankLost(crew.failure)
 
 
-def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey | None) -> None:
+def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey | None, crew: Crew) -> None:
     # One thread here: with a second OpenMP team in the process libgomp stops spinning, and the engine is half as fast.
     torch.set_num_threads(1)
     limits = EngineLimits(
@@ -204,6 +219,8 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey 
         activations=args.activations,
         version=args.weight_version,
         ops=operations(args.exact_parts),
+        crew=crew,
+        ep_size=args.ep_size,
     )
     print(LOADED, flush=True)
     worker = EngineWorker(service, threads=args.threads)
@@ -221,21 +238,29 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey 
     log_limit = LogLimit()
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(log_limit)
+    server = uvicorn.Server(config)
+
+    def lost(sentence: str) -> None:
+        worker.end(RankLost(sentence))
+        server.should_exit = True
+
+    crew.on_failure = lost
     worker.start()
     gc.freeze()  # exclude modules and weights, which stay, from garbage collection
     try:
-        uvicorn.Server(config).run(sockets=[listener])
+        if not crew.failure:  # else it was lost before it had this callback
+            server.run(sockets=[listener])
     finally:
         worker.stop()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 after an orderly stop; 1, with a message on stderr, when the server cannot start."""
+    """Returns 0 after an orderly stop; 1, with a message on stderr, when the server cannot start or lost a rank."""
     try:
         args = parse(argv)
         key = given_key(vars(args).pop("key_file"))
         serve(args, key)
-    except ValueError as e:
+    except (ValueError, RankLost) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
     return 0

@@ -27,6 +27,7 @@ from miles_like.types import NamedTensor
 from rollout.embedded.engine.requests import Completed, PromptSpec, specs_of
 from rollout.embedded.server.limits import Refused, RequestLimits, error_body
 from rollout.embedded.server.openapi import document
+from rollout.embedded.server.service import held_bytes
 from rollout.embedded.server.text import Text
 from rollout.embedded.server.worker import EngineStopped, EngineWorker, Generation
 from rollout.embedded.updates.groups import UpdateGroups, is_loopback
@@ -320,6 +321,7 @@ class Handlers:
 
     async def server_info(self, request: Request) -> Response:
         engine = self.service.engine
+        ranks = await self._call(self.service.held_by_rank)
         state = {
             "running": engine.running,
             "waiting": engine.waiting,
@@ -330,8 +332,9 @@ class Handlers:
         more = {
             "max_total_num_tokens": engine.cache.pages * engine.cache.page,
             "started_ts": self.started,
-            "weights_bytes": self.service.weights_bytes,
-            "held_bytes": self.service.held(),
+            "weights_bytes": sum(r.weights for r in ranks),
+            "held_bytes": held_bytes(ranks),
+            "ranks": [{"pid": pid, **r._asdict()} for pid, r in zip(self.service.pids, ranks, strict=True)],
             "weight_version": engine.version,  # the current one, not that of the command line
             "internal_states": [state],
             "exact_fingerprint": await self._call(lambda: getattr(engine.model.ops, "fingerprint", None)),

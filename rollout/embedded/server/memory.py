@@ -6,7 +6,6 @@ undefined there; here they have none, and take up memory again with the publicat
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 
 from rollout.wire.bodies import MemoryTag
@@ -59,10 +58,3 @@ class Memory:
     @staticmethod
     def _names(tags: set[MemoryTag]) -> str:
         return ", ".join(tag.value for tag in MemoryTag if tag in tags)
-
-
-def trim_heap() -> None:
-    """Returns freed memory to the operating system: glibc keeps freed tensors of up to 32 MiB for later allocations. No
-    effect with another C library."""
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)

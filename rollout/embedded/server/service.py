@@ -1,13 +1,16 @@
-"""The engine with its weights: loading, updates, versions. Runs on the engine's thread."""
+"""The engine with its weights: loading, updates, versions. Runs on the engine's thread.
+
+A server of several ranks has one `Service`, on rank 0. What it changes, the other ranks change too, or none does.
+"""
 
 from __future__ import annotations
 
-import itertools
-import reprlib
-from collections.abc import Collection, Iterable, Iterator
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -17,14 +20,34 @@ from quant.hf_config import spec_from_hf
 from rollout.embedded.engine.engine import Engine, EngineLimits
 from rollout.embedded.families.registry import architecture_of
 from rollout.embedded.model import plain_ops
-from rollout.embedded.model.model import Model
 from rollout.embedded.model.operations import Operations
-from rollout.embedded.model.prepared import Preparation, held
+from rollout.embedded.model.slices import Slices
 from rollout.embedded.model.weights import UpdateSession, WeightStore
-from rollout.embedded.server.memory import Memory, trim_heap
+from rollout.embedded.ranks.checksums import merged, rank_checksums
+from rollout.embedded.ranks.crew import Crew, LedModel
+from rollout.embedded.ranks.follower import Launch, SentTensor
+from rollout.embedded.ranks.gloo import GlooExchange, RankLost
+from rollout.embedded.ranks.part import Kept, Part, opened, trim_heap
+from rollout.embedded.server.memory import Memory
 from rollout.wire.bodies import MemoryTag
 
 SESSION_IDLE_S = 300.0
+
+
+class RankBytes(NamedTuple):
+    """Memory of one rank."""
+
+    cache: int
+    weights: int
+
+
+def held_bytes(ranks: Sequence[RankBytes]) -> dict[str, int]:
+    """Tag -> bytes of all ranks. Nothing is held for CUDA graphs: there are none on CPU."""
+    return {
+        MemoryTag.KV_CACHE.value: sum(r.cache for r in ranks),
+        MemoryTag.WEIGHTS.value: sum(r.weights for r in ranks),
+        MemoryTag.CUDA_GRAPH.value: 0,
+    }
 
 
 class Service:
@@ -40,18 +63,50 @@ class Service:
         activations: Literal["none", "fp8"] = "none",
         version: str = "default",
         ops: Operations = plain_ops,
+        crew: Crew | None = None,
+        ep_size: int = 1,
     ) -> None:
-        """weights, activations: as in `Preparation`. Raises ValueError when the directory cannot be served."""
+        """weights, activations: as in `Preparation`. crew: the other ranks of this server, whose caller stops them;
+        None: there are none. ep_size: groups of ranks that the experts are divided over. Raises ValueError when the
+        directory cannot be served, or the model does not divide over the ranks."""
         self.model_path = model_path
         checkpoint = opened(model_path)
-        self.arch = architecture_of(checkpoint.config, eos_ids=generation_eos(model_path))
+        self._crew = crew or Crew(1)
         self.config = checkpoint.config
-        self.store = WeightStore.load(checkpoint, self.arch)
-        self._preparation = Preparation(dtype, weights=weights, activations=activations, wide=ops.wide)
-        model = Model(self.arch, self._preparation.prepare(self.store), ops, dtype)
-        self.engine = Engine(model, limits, version=version)
+        slices = slices_of(checkpoint, tp_size=self._crew.size, ep_size=ep_size)
+        self.arch = slices.arch
+        self._exchange: GlooExchange | None = None
+        kept = Kept(dtype=dtype, weights=weights, activations=activations)
+        self.part = self._loaded(checkpoint, slices, kept, ops, limits)
+        self.engine = Engine(self.part.model, limits, version=version)
         self._session: UpdateSession | None = None
         self._memory = Memory()
+
+    def _loaded(
+        self, checkpoint: HFCheckpoint, slices: Slices, kept: Kept, ops: Operations, limits: EngineLimits
+    ) -> Part:
+        """The part of rank 0, when all ranks have loaded theirs."""
+        crew = self._crew
+        if crew.size == 1:
+            return Part(checkpoint, slices, kept, ops)
+        self._exchange = crew.meet()
+        shards = None if ops is plain_ops else (ops.tp_shards, ops.expert_tp_shards)
+        launch = partial(
+            Launch, path=checkpoint.path, kept=kept, shards=shards, slots=limits.max_total_tokens, page=limits.page
+        )
+        own = partial(Part, checkpoint, slices, kept, ops, exchange=self._exchange, model=partial(LedModel, crew=crew))
+        each = [(launch(slices=slices.of(rank)),) for rank in range(1, crew.size)]
+        return crew.together(own, "build", each=each)[0]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of all ranks."""
+        return [os.getpid(), *self._crew.pids]
+
+    @property
+    def store(self) -> WeightStore:
+        """The weights, or what rank 0 holds of them."""
+        return self.part.store
 
     def begin_update(self, version: str | None = None) -> None:
         """Raises ValueError while another update is unfinished, unless that is of an older version or has received no
@@ -62,6 +117,7 @@ class Service:
         if session is not None and not _newer(version, session.begun_as) and session.idle_s < SESSION_IDLE_S:
             other = "" if session.begun_as is None else f" of version {session.begun_as}"
             raise ValueError(f"a weight update{other} has begun already: end it first, or begin one of a newer version")
+        self._crew.together(lambda: None, "begin")
         self._session = UpdateSession(self.store, begun_as=version)
 
     def require_update(self, version: str | None) -> None:
@@ -74,8 +130,13 @@ class Service:
         session = self._update_session(version)
         self._memory.require_weights()
         self.require_flushable(flush_cache)
+        others = [(self.part.slices.of(rank), list[SentTensor]()) for rank in range(1, self._crew.size)]
         for name, tensor in tensors:
-            session.add(name, tensor)
+            if session.add(name, tensor):
+                for slices, sent in others:
+                    if (piece := self.store.cut(name, tensor, slices)) is not None:
+                        sent.append(SentTensor.of(name, piece))
+        self._crew.together(lambda: None, "stage", each=[(sent,) for _, sent in others])
         session.version = version if version is not None else session.version
         session.touch()
 
@@ -85,9 +146,13 @@ class Service:
         session = self._update_session(version)
         self._memory.require_weights()
         self._session = None
-        new = session.finish()
-        self._memory.require_all(sorted(self.store.names() - new.keys()), len(self.store.names()))
-        self._publish(self.store.replaced(new), new)
+        with self._all_or_none():
+            new = session.finish()
+            found = set[str]().union(*self._crew.together(lambda: list(new), "finish"))
+            wanted, everything = self.store.whole_shapes, self._memory.undefined
+            self._memory.require_all(sorted(wanted.keys() - found), len(wanted))
+            self._crew.together(partial(self.part.prepare, new, all_of_them=everything), "prepare", everything)
+        self._commit()
         if session.version is not None:
             self.engine.set_version(session.version)
 
@@ -121,21 +186,27 @@ class Service:
         """Replaces all weights by those of a `candidate`. On ValueError the old weights stay."""
         self._memory.require_weights()
         self.require_flushable(flush_cache)
-        with _as_value_errors(checkpoint.path):
-            store = WeightStore.load(checkpoint, self.arch)
-        self._publish(store, None)
+        with self._all_or_none():
+            self._crew.together(partial(self.part.prepare_from, checkpoint), "prepare_from", checkpoint.path)
+        self._commit()
         self.model_path = checkpoint.path
         if version is not None:
             self.engine.set_version(version)
 
-    def _publish(self, store: WeightStore, changed: Iterable[str] | None) -> None:
-        """Every step that can fail comes before the first change."""
-        model = self.engine.model
-        if changed is None or self._memory.undefined:
-            prepared = self._preparation.prepare(store)
-        else:
-            prepared = self._preparation.prepare(store, old=model.weights, changed=changed)
-        self.store, model.weights = store, prepared
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """For every step of an update that can fail: after an error no rank keeps anything of it."""
+        try:
+            yield
+        except RankLost:
+            raise
+        except Exception:
+            self._crew.together(self.part.discard, "discard")
+            raise
+
+    def _commit(self) -> None:
+        """Replaces the weights that are served by those that all ranks have prepared."""
+        self._crew.together(self.part.commit, "commit")
         self.engine.weights_changed()
         self._memory.undefined = False
         self.engine.refusal = self._memory.refusal
@@ -156,11 +227,12 @@ class Service:
         if self._session is not None and MemoryTag.WEIGHTS in tags:
             raise ValueError("a weight update has begun: end it before the weights are released")
         self._memory.release(tags)
-        if MemoryTag.KV_CACHE in tags:
+        cache, weights = MemoryTag.KV_CACHE in tags, MemoryTag.WEIGHTS in tags
+        self._crew.together(lambda: None, "release", cache, weights)
+        if cache:
             engine.cache.free_memory()
-        if MemoryTag.WEIGHTS in tags:
-            self.store, engine.model.weights = self.store.without_values(), None
-            self._preparation.scratch.free_memory()
+        if weights:
+            self.part.free()
         engine.refusal = self._memory.refusal
         trim_heap()
         return self.held()
@@ -169,33 +241,32 @@ class Service:
         """Makes the memory of `tags` usable again; returns `held`. The cache is empty; the weights take up memory with
         the update that replaces them. Raises ValueError, without effect, for memory that is not released."""
         self._memory.resume(tags)
-        if MemoryTag.KV_CACHE in tags:
-            self.engine.cache.allocate_memory()
+        cache = MemoryTag.KV_CACHE in tags
+        self._crew.together(self.engine.cache.allocate_memory if cache else lambda: None, "resume", cache)
         self.engine.refusal = self._memory.refusal
         return self.held()
 
     def held(self) -> dict[str, int]:
-        """Bytes in memory for each tag. Nothing is held for CUDA graphs: there are none on CPU."""
-        return {
-            MemoryTag.KV_CACHE.value: self.engine.cache.nbytes,
-            MemoryTag.WEIGHTS.value: self.weights_bytes,
-            MemoryTag.CUDA_GRAPH.value: 0,
-        }
+        """As `held_bytes`."""
+        return held_bytes(self.held_by_rank())
+
+    def held_by_rank(self) -> list[RankBytes]:
+        """Bytes in memory of each rank."""
+        own = RankBytes(self.engine.cache.nbytes, self.part.nbytes)
+        return [RankBytes(*r) for r in self._crew.together(lambda: own, "held")]
 
     def checksums(self) -> dict[str, str]:
-        """As `WeightStore.checksums`."""
+        """As `WeightStore.checksums`, of whole tensors, whatever the ranks hold of them. Raises ValueError naming a
+        tensor of which ranks hold different copies."""
         self._memory.require_weights(defined=True)
-        return self.store.checksums()
+        if self._exchange is None:
+            return self.store.checksums()
+        return merged(self._crew.together(partial(rank_checksums, self.store, self._exchange), "checksums"))
 
     @property
     def weights_bytes(self) -> int:
         """Memory of the weights: the store, prepared copies, and the buffer for decoded values."""
-        return sum({s.data_ptr(): s.nbytes() for s in self._storages()}.values())
-
-    def _storages(self) -> Iterator[torch.UntypedStorage]:
-        scratch = self._preparation.scratch.tensor
-        for t in itertools.chain(self.store.tensors(), held(self.engine.model.weights), [scratch]):
-            yield t.untyped_storage()
+        return self.held()[MemoryTag.WEIGHTS.value]
 
     def require_flushable(self, flush_cache: bool) -> None:
         """Raises ValueError if the cache is to be flushed while frozen requests use it."""
@@ -206,22 +277,12 @@ class Service:
             )
 
 
-def opened(path: Path) -> HFCheckpoint:
-    """Raises ValueError unless `path` is a readable model directory."""
-    with _as_value_errors(path):
-        if not path.is_dir():
-            raise ValueError(f"{path} is not a directory: give a Hugging Face model directory")
-        return HFCheckpoint(path)
-
-
-@contextmanager
-def _as_value_errors(path: Path) -> Iterator[None]:
-    """Converts the errors of reading a damaged or hostile directory to ValueError."""
-    try:
-        yield
-    except (OSError, RuntimeError, TypeError, KeyError, AttributeError, ArithmeticError, MemoryError) as e:
-        why = e.strerror if isinstance(e, OSError) and e.strerror else f"{type(e).__name__}: {e}"
-        raise ValueError(f"{reprlib.repr(str(path))} cannot be read as a model directory ({why})") from e
+def slices_of(checkpoint: HFCheckpoint, *, tp_size: int, ep_size: int) -> Slices:
+    """Those of rank 0. Raises ValueError for a model that is not supported, or does not divide."""
+    arch = architecture_of(checkpoint.config, eos_ids=generation_eos(checkpoint.path))
+    slices = Slices(arch=arch, tp=tp_size, ep=ep_size)
+    slices.check()
+    return slices
 
 
 def _newer(version: str | None, than: str | None) -> bool:

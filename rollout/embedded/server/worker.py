@@ -61,6 +61,12 @@ class EngineWorker:
             self._wake.notify()
         self._thread.join(timeout=10)
 
+    def end(self, error: Exception) -> None:
+        """Ends the engine with an error that comes from elsewhere: all waiting futures fail with it."""
+        self._fail(error)
+        with self._wake:
+            self._wake.notify()
+
     @property
     def alive(self) -> bool:
         return self._failure is None and self._thread.is_alive()
@@ -147,7 +153,7 @@ class EngineWorker:
 
     def _fail(self, error: BaseException | None) -> None:
         with self._wake:
-            self._failure = error
+            self._failure = self._failure or error  # the first is the cause
             self._stopping = True
             waiting: list[Future[Any]] = [*(t.future for t in self._inbox), *self._pending]
             self._inbox.clear()

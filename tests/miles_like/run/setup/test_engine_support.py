@@ -22,7 +22,7 @@ from quant.hf_config import spec_from_hf, spec_to_hf
 from quant.registry import codec_or_none
 from quant.spec import EXPERTS_ONLY, QuantFormat, QuantSpec
 from quant.stream import dequantize_stream, quantize_stream
-from rollout.config import RolloutConfig, SGLangFlags
+from rollout.config import EmbeddedFlags, RolloutConfig, SGLangFlags
 from tests.support.refusals import refuses
 from tests.support.tiny_models import random_tensors, tiny, tiny_qwen, write_checkpoint
 
@@ -162,3 +162,25 @@ def test_bytes_of_one_expert_times_their_number_are_those_of_all(
     assert checkpoint_bytes(hf, spec)[0] == stored
     kinds = list(tensors.kinds())
     assert sum(n for _, n in kinds) == len(list(tensors.places())) and len(kinds) < len(list(tensors.places())) / 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "precision", "facts"),
+    [
+        ((3, 1), {}, ("num_attention_heads", 4, "tp_size", 3)),
+        ((4, 1), {}, ("num_key_value_heads", 2, "tp_size", 4)),
+        ((2, 4), {}, ("tp_size", 2, "ep_size", 4)),
+        # of 192 rows of queries each rank's 96 would end or begin inside a block
+        ((2, 1), {"format": "fp8"}, ("q_proj", 192, 96, 128, "tp_size")),
+    ],
+)
+def test_ranks_that_an_embedded_server_cannot_have_are_refused(
+    sizes: tuple[int, int], precision: dict[str, Any], facts: tuple[object, ...]
+) -> None:
+    rollout = RolloutConfig(embedded=EmbeddedFlags(tp_size=sizes[0], ep_size=sizes[1]))
+    with refuses(ValueError, "rollout.embedded.tp_size", *facts):
+        check_engine(rollout, _precision(**precision), tiny_qwen())
+
+
+def test_ranks_that_divide_the_model_are_accepted() -> None:
+    check_engine(RolloutConfig(embedded=EmbeddedFlags(tp_size=2, ep_size=2)), _precision(format="int4"), tiny_qwen())

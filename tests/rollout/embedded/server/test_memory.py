@@ -58,7 +58,11 @@ def publish(s: Service, path: Path, *, keep: Callable[[str], bool] = lambda name
 
 def reachable(s: Service) -> int:
     """Bytes of all storages that can be reached from the served model: not by the engine's own lists of them."""
-    todo, seen, sizes = [s.store, s.engine.model.weights, s.engine.cache, s._preparation], set[int](), dict[int, int]()
+    todo, seen, sizes = (
+        [s.store, s.engine.model.weights, s.engine.cache, s.part.preparation],
+        set[int](),
+        dict[int, int](),
+    )
     while todo:
         thing = todo.pop()
         if id(thing) in seen or isinstance(thing, type):

@@ -139,7 +139,7 @@ def test_a_failed_publication_leaves_the_old_weights(path: Path, monkeypatch: Mo
         raise MemoryError("no room")
 
     with monkeypatch.context() as m:
-        m.setattr(type(s._preparation), "prepare", fail)
+        m.setattr(type(s.part.preparation), "prepare", fail)
         with pytest.raises(MemoryError):
             s.end_update()
         with pytest.raises(MemoryError):

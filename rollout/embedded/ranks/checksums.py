@@ -1,0 +1,73 @@
+"""Checksums of weights that are divided over ranks: those of the whole tensors, as one rank reports them.
+
+The slices of a tensor are brought together on one rank, one tensor at a time; the ranks take turns. Of what several
+ranks hold, each hashes its copy, and copies that differ are an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rollout.embedded.model.weights import WeightStore
+from rollout.embedded.ranks.gloo import GlooExchange
+from rollout.wire.checksum import tensor_checksum
+
+
+def rank_checksums(store: WeightStore, exchange: GlooExchange) -> dict[str, str]:
+    """Stored name -> checksum of each tensor that this rank holds completely, or brought together. Called by all ranks
+    at the same time. Rows that differ are left to `merged`: an exception here would leave the others waiting."""
+    slices, out = store.slices, dict[str, str]()
+    for i, name in enumerate(store.whole_shapes):
+        holders = slices.holders(name)
+        if slices.rank not in holders:
+            continue
+        root = holders[i % len(holders)]
+        for stored, tensor, parts in store.stored(name, [slices.of(h) for h in holders]):
+            if all(part == parts[0] for part in parts):
+                out[stored] = tensor_checksum(stored, tensor)
+            elif root != slices.rank:
+                exchange.send(tensor, root)
+            else:
+                whole = _brought(tensor, dict(zip(holders, parts, strict=True)), exchange)
+                out[stored] = _DIFFERENT if whole is None else tensor_checksum(stored, whole)
+    return out
+
+
+_DIFFERENT = "rows that two ranks hold differ"
+
+
+def _brought(own: Tensor, parts: Mapping[int, range], exchange: GlooExchange) -> Tensor | None:
+    """The whole tensor; None where ranks hold the same rows with different bytes."""
+    found: list[Tensor] = []
+    done = 0
+    alike = True
+    for rank, rows in parts.items():
+        tensor = own
+        if rank != exchange.rank:
+            tensor = exchange.receive(torch.empty(len(rows), *own.shape[1:], dtype=own.dtype), rank)
+        again = done - rows.start  # a row of scales of a block in which one rank's rows end and the next one's begin
+        if again:
+            alike &= torch.equal(_raw(found[-1][-again:]), _raw(tensor[:again]))
+        found.append(tensor[again:])
+        done = rows.stop
+    return torch.cat([_raw(t) for t in found]).view(own.dtype) if alike else None
+
+
+def _raw(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.uint8)
+
+
+def merged(of_ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The checksums of the whole server. Raises ValueError naming a tensor of which ranks hold different copies."""
+    out: dict[str, str] = {}
+    for rank, sums in enumerate(of_ranks):
+        for name, digest in sums.items():
+            if digest == _DIFFERENT or out.setdefault(name, digest) != digest:
+                raise ValueError(
+                    f"the ranks of this server hold different bytes of {name} (rank {rank} and one before it): start "
+                    "it again"
+                )
+    return out
