@@ -95,13 +95,13 @@ class ExpertRows:
 
 
 def check_agreement(chosen: Sequence[Tensor], exchange: Exchange) -> None:
-    """chosen: the experts of all tokens, a layer each, int64, which each rank computes. Raises RuntimeError naming a
-    rank whose choice is another one than that of rank 0: its outputs were gathered for other rows."""
+    """chosen: the experts of all tokens, a layer each, int64, which each rank computes. Raises RuntimeError on rank 0
+    naming a rank whose choice is another one: its outputs were gathered for other rows."""
     if exchange.size == 1 or not chosen:
         return
     flat = torch.cat([ids.reshape(-1) for ids in chosen])
     digest = (flat + 1).mul_(torch.arange(1, 2 * len(flat), 2).mul_(0x9E3779B97F4A7C1)).sum()
-    all_of_them = exchange.gathered(digest[None])[:, 0].tolist()
+    all_of_them = exchange.gathered_first(digest[None])[:, 0].tolist()
     for rank, other in enumerate(all_of_them):
         if other != all_of_them[0]:
             raise RuntimeError(f"rank {rank} of this server chose other experts than rank 0: it has other weights")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,10 @@ class GlooExchange:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         options._timeout = limit
-        store = dist.FileStore(str(meeting), size)
+        store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
         store.set_timeout(limit)
         try:
-            self._group = dist.ProcessGroupGloo(store, rank, size, options)  # type: ignore[arg-type]
+            self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as e:
             raise RankLost(f"the ranks of this server did not meet within {limit_s:g} s ({_first_line(e)})") from e
 
@@ -49,7 +50,7 @@ class GlooExchange:
         x = x.contiguous()
         out = torch.empty(self.size if self.rank == 0 else 0, *x.shape, dtype=x.dtype)
         lists = [[_bytes(part) for part in out.unbind()]] if self.rank == 0 else []
-        options = dist.GatherOptions()  # type: ignore[attr-defined]
+        options = dist.GatherOptions()
         options.rootRank = 0
         self._wait(lambda: self._group.gather(lists, [_bytes(x)], options))
         return out if self.rank == 0 else x[None]
