@@ -279,8 +279,9 @@ class WeightStore:
         """What is held of a weight as received: the name of each stored tensor, its rows that are held, and the numbers
         of the rows that each of `of`, which hold a part of the weight, would hold."""
         value = self[name]
-        leaves: Mapping[str | None, Tensor] = {None: value} if isinstance(value, Tensor) else {**value.stored}
-        for leaf, tensor in leaves.items():
+        leaves: Iterable[tuple[str | None, Tensor]]
+        leaves = [(None, value)] if isinstance(value, Tensor) else value.stored.items()
+        for leaf, tensor in leaves:
             rows = [self._stored_rows(name, leaf, tensor, slices) for slices in of]
             yield name if leaf is None else stored_name(name, leaf), tensor, [r for r in rows if r is not None]
 

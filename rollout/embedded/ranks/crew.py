@@ -217,9 +217,9 @@ class LedModel(Model):
         super().__init__(*arguments, **named)
         self._crew = crew
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: KVCache, states: list[Tensor] | None = None) -> Tensor:
         self._crew.post("forward", pack(batch))
-        return super().forward(batch, cache)
+        return super().forward(batch, cache, states)
 
     def logits(self, x: Tensor, rows: Tensor | slice | None = None) -> Tensor:
         sent = (rows.start, rows.stop) if isinstance(rows, slice) else rows.numpy() if rows is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ class Part:
         ops: Operations,
         *,
         exchange: Exchange | None = None,
-        model: type[Model] = Model,
+        model: Callable[..., Model] = Model,
     ) -> None:
         """Raises ValueError for a checkpoint that cannot be served."""
         self.slices = slices
