@@ -1,7 +1,7 @@
 """Stages with bounded buffers take what closed forms say for equal buckets, never less than the work of one resource,
 and never longer with more buffers or faster stages.
 
-Not covered: which times a path gives its stages (test_paths.py).
+Not covered: which times a path gives its stages (test_simulated_paths.py).
 """
 
 from __future__ import annotations
