@@ -15,7 +15,7 @@ import pytest
 from miles_like.timing.weight_sync.pipeline import Chain, Stage, one_after_the_other, simulate
 from tests.support.refusals import refuses
 
-DRAWS = range(40)
+DRAWS = range(20)
 
 
 def chain(rows: Sequence[Sequence[float]], *, buffers: int, resources: Sequence[str] | None = None) -> Chain:
@@ -39,6 +39,32 @@ def test_equal_buckets_take_their_closed_forms(n: int) -> None:
     assert simulate([chain(rows, buffers=1)]).seconds == pytest.approx(sum(t) + (n - 1) * pair)
     for buffers in (2, 3, 100):
         assert simulate([chain(rows, buffers=buffers)]).seconds == pytest.approx(sum(t) + (n - 1) * max(t))
+
+
+def walked(rows: Sequence[Sequence[float]], buffers: int) -> float:
+    """The same pipeline from event to event: a stage starts its next bucket once the stage before has ended it and a
+    buffer is free, which the next stage frees at its end of a bucket."""
+    stages, now, until = len(rows[0]), 0.0, dict[int, float]()
+    started, ended = [0] * stages, [0] * stages
+    while ended[-1] < len(rows):
+        for s in range(stages):
+            ready = started[s] < (ended[s - 1] if s else len(rows))
+            free = s == stages - 1 or started[s] - ended[s + 1] < buffers
+            if s not in until and ready and free:
+                until[s] = now + rows[started[s]][s]
+                started[s] += 1
+        now = min(until.values())
+        for s in [s for s, end in until.items() if end == now]:
+            del until[s]
+            ended[s] += 1
+    return now
+
+
+@pytest.mark.parametrize("seed", DRAWS)
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_unequal_buckets_take_what_a_walk_from_event_to_event_takes(seed: int, buffers: int) -> None:
+    rows = drawn(seed)
+    assert simulate([chain(rows, buffers=buffers)]).seconds == pytest.approx(walked(rows, buffers))
 
 
 @pytest.mark.parametrize("seed", DRAWS)
