@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.support.covering import Row, covering_rows
 
-STEPS, KILLED_AFTER, SAVED_EVERY = 20, 12, 5
+STEPS, KILLED_AFTER, SAVED_EVERY, EVALUATED_EVERY = 20, 12, 5, 4
 FACTORS: Mapping[str, Sequence[Any]] = {
     "shape": ("deepseek", "qwen"),
     "path": ("tensor", "disk"),
@@ -60,7 +60,7 @@ def settings(row: Row, steps: int = STEPS) -> list[str]:
     out = [*loop_settings(row), f"rollout.servers={row['servers']}", f"rollout.sglang.tp_size={row['tp']}"]
     if row["tp"] > 1:
         out.append("rollout.env={SGLANG_CPU_OMP_THREADS_BIND='0|1'}")  # ranks on one NUMA node
-    out += [f"eval.every={steps // 2 if row['evaluation'] else 0}", "eval.max_prompts=4"]
+    out += [f"eval.every={EVALUATED_EVERY if row['evaluation'] else 0}", "eval.max_prompts=4"]
     out += [f"checkpoint.every={SAVED_EVERY}", f"train.steps={steps}"]
     out += ["train.groups_per_step=4", "train.samples_per_group=2", "rollout.max_new_tokens=48"]
     out += ["publish.bucket_bytes=65536", "optimizer.lr=1e-3", "optimizer.warmup_steps=0"]
