@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
@@ -332,6 +332,19 @@ class SamplingParams:
     sampling_seed: int | None = None  # sample i of a prompt draws from a random stream keyed by (sampling_seed, i)
 
 
+class ServerLost(RuntimeError):
+    """A server does not answer: it has died, hangs, or cannot be reached. What it was asked can be asked elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFault:
+    """Why a server does not serve a version."""
+
+    url: str
+    why: str  # names the server
+    answers: bool  # False: as ServerLost
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
     """One publication of weights to the servers."""
@@ -342,3 +355,13 @@ class PublishReport:
     pause_seconds: float  # of these, while the servers generated nothing
     # of each rank of a server: tensor name -> hash of the loaded tensor, equal on all servers; (): not requested
     checksums: tuple[Mapping[str, str], ...] = ()
+    failed: tuple[ServerFault, ...] = ()  # servers that the publication has left out; the others serve the version
+
+    def followed_by(self, later: PublishReport) -> PublishReport:
+        """Both publications of one version as one: their bytes and seconds are added, the rest is the later one's."""
+        return replace(
+            later,
+            bytes=self.bytes + later.bytes,
+            seconds=self.seconds + later.seconds,
+            pause_seconds=self.pause_seconds + later.pause_seconds,
+        )

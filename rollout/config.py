@@ -180,6 +180,9 @@ class PublishConfig(Section):
     # running samples are aborted and continued by another request, prefilled again after the pause, or frozen
     pause_mode: Literal["abort", "retract", "in_place"] = "retract"
     bucket_bytes: int = Field(256 << 20, ge=1)  # tensors sent at once; the sender holds three such buckets
+    # with path = "disk", for the other trainer ranks to have written their parts once rank 0 has; less than
+    # cluster.timeout_s, which limits the whole publication
+    parts_timeout_s: float = Field(900.0, gt=0)
     verify: bool = True  # compare the servers' checksums after every publication
     # of the text that every server scores after every publication, held to the trainer's log-probs of it; 0: not asked
     answer_tokens: int = Field(256, ge=0)

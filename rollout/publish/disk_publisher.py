@@ -21,7 +21,7 @@ from quant.hf_config import quantized_config, spec_from_hf
 from quant.stream import quantize_stream
 from rollout.publish.publication import PublishTarget, RankChecksums, Sent, publish_stream
 from rollout.publish.publisher import compare_checksums, flush_cache
-from rollout.publish.servers import servers_of
+from rollout.publish.servers import OLD_SERVED, ServerSet, Stage, check_versions, serve_again, servers_of
 from rollout.publish.shares import Shares
 from rollout.sglang.client import RolloutError
 from rollout.wire import endpoints
@@ -43,7 +43,8 @@ class DiskPublisher:
     """WeightPublisher over /update_weights_from_disk. The servers generate while the directory is written.
 
     The previous version's directory is removed only when all servers have loaded the new one, because servers may read
-    lazily. Servers load the directory in one call, so tp_size and fused do not matter.
+    lazily. Servers that join load the directory that the others have loaded. Servers load the directory in one call, so
+    tp_size and fused do not matter.
     """
 
     every_rank = True
@@ -56,33 +57,57 @@ class DiskPublisher:
         same = "quantization_config" in hf and spec_from_hf(hf) == spec
         self._hf_config = hf if same else quantized_config(hf, spec)
         self._mode = PauseMode(target.config.pause_mode)
-        self._served: Path | None = None  # the directory that the servers have loaded
+        self._stage = Stage.ASKED
+        self._served: tuple[Path, int] | None = None  # what all servers have loaded last, and its version
 
     def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport:
         """Collective over the trainer's ranks. Raises ValueError, OSError (disk full) or RuntimeError."""
         return publish_stream(weights, version=version, send=partial(self._send, version=version))
 
     def _send(self, stream: Iterator[NamedTensor], version: int) -> Sent:
-        path = self._directory / f"version_{version}"
-        if path == self._served:  # published once more: servers may still read it
-            path = path.with_name(path.name + ".again")
+        if not self._rank:
+            self._check_versions(version)
+        there = self._written(version)
+        if self._target.joins and there:
+            return Sent(0) if self._rank else self._load(HFCheckpoint(there[-1]), version)
         parts = [self._directory / f"version_{version}.part{i}" for i in range(self._ranks)]
         # left by a run that was killed; no rank gets a tensor of the stream, and rank 0 no part, before all are here
-        for left in (parts[self._rank], *([] if self._rank else [path])):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(parts[self._rank], ignore_errors=True)
         shares = Shares(self._ranks, self._target.spec)
         nbytes = self._write(parts[self._rank], shares.of(self._rank, stream))
         if self._rank:
             return Sent(nbytes)
         self._wait_for(parts)
-        nbytes = join_parts(parts, path)
-        shares.check_whole(HFCheckpoint(path).names())
-        pause_seconds, checksums = self._load(path, version)
-        self._served = path
+        # servers may still read what was published of this version before
+        path = self._directory / f"version_{version}{f'.{_number(there[-1]) + 1}' if there else ''}"
+        try:
+            join_parts(parts, path)
+            shares.check_whole(written := HFCheckpoint(path))
+        except ValueError as e:  # a file that is not what its rank wrote
+            raise RuntimeError(
+                f"weights of version {version} were not published: {e}; the disk of {self._directory} has lost data. "
+                "The servers still serve the version before"
+            ) from e
+        sent = self._load(written, version)
         for other in self._directory.glob("version_*"):
             if other != path:
                 shutil.rmtree(other)
-        return Sent(nbytes, pause_seconds, checksums)
+        return sent
+
+    def _check_versions(self, version: int) -> None:
+        """Raises RuntimeError as `check_versions`, before a file is written."""
+        servers = servers_of(self._target)
+        try:
+            check_versions(servers, version)
+        except RolloutError as e:
+            raise RuntimeError(f"weights of version {version} were not published: {e}. {OLD_SERVED}") from e
+        finally:
+            servers.close()
+
+    def _written(self, version: int) -> list[Path]:
+        """The complete directories of a version, in the order in which they were written."""
+        found = [self._directory / f"version_{version}", *self._directory.glob(f"version_{version}.*")]
+        return sorted((p for p in found if p.is_dir() and ".part" not in p.name), key=_number)
 
     def _write(self, part: Path, own: Iterator[NamedTensor]) -> int:
         """Write this rank's weights, encoded; returns their bytes."""
@@ -95,36 +120,76 @@ class DiskPublisher:
 
     def _wait_for(self, parts: Sequence[Path]) -> None:
         """A part has its name once it is on disk. Raises RuntimeError naming the ranks whose parts are missing."""
-        deadline = time.monotonic() + self._target.timeout_s
+        limit = self._target.config.parts_timeout_s
+        deadline = time.monotonic() + limit
         while missing := [i for i, part in enumerate(parts) if not part.exists()]:
             if time.monotonic() > deadline:
                 ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
                 raise RuntimeError(
-                    f"the weights of trainer ranks {ranks} are not in {self._directory} after "
-                    f"{self._target.timeout_s:g} s (rollout.request_timeout_s): every rank must see this directory, "
-                    "and its disk must be fast enough. The servers still serve the version before"
+                    f"the weights of trainer ranks {ranks} are not in {self._directory} {limit:g} s after those of "
+                    "rank 0 (publish.parts_timeout_s): every rank must see this directory, and its disk must be fast "
+                    "enough. The servers still serve the version before"
                 )
             time.sleep(_POLL_S)
 
-    def _load(self, path: Path, version: int) -> tuple[float, RankChecksums]:
+    def _load(self, written: HFCheckpoint, version: int) -> Sent:
         checksums: RankChecksums = ()
-        servers = servers_of(self._target)
-        began = time.perf_counter()
+        servers, self._stage = servers_of(self._target), Stage.PAUSED
         try:
+            began = time.perf_counter()
             servers.ask(endpoints.PAUSE, PauseRequest(mode=self._mode).to_json())
-            request = UpdateFromDisk(
-                model_path=str(path), flush_cache=False, weight_version=str(version), keep_pause=True
-            )
-            servers.change(endpoints.UPDATE_FROM_DISK, request.to_json())
+            self._stage = Stage.BEGUN
+            servers.change(endpoints.UPDATE_FROM_DISK, _from(written.path, version))
+            self._stage = Stage.CHANGED
             flush_cache(servers, self._mode)
             if self._target.config.verify:
                 checksums = compare_checksums(servers, None)
             servers.ask(endpoints.CONTINUE, {})
         except RolloutError as e:
-            raise RuntimeError(
-                f"weights of version {version} were not published: {e}. The servers stay paused because they may hold "
-                "different versions: restart them, or restart the run with --resume"
-            ) from e
+            raise RuntimeError(f"weights of version {version} were not published: {e}. {self._give_up(servers)}") from e
         finally:
             servers.close()
-        return time.perf_counter() - began, checksums
+        self._served = written.path, version
+        return Sent(written.nbytes, time.perf_counter() - began, checksums, servers.lost)
+
+    def _give_up(self, servers: ServerSet) -> str:
+        """Returns what the servers do now. An embedded server that refuses a directory has changed nothing, and those
+        that have loaded it load the one before; a stock one may have read half of it."""
+        same = [fault.url for fault in servers.lost if fault.answers]
+        match self._stage:
+            case Stage.PAUSED:
+                serve_again(self._target.urls, self._target, None)
+                return OLD_SERVED
+            case Stage.BEGUN if self._target.kind == "embedded" and self._load_before(servers.urls):
+                serve_again([*servers.urls, *same], self._target, None)
+                return OLD_SERVED
+        return (
+            "The servers stay paused because they may hold different versions: restart them, or restart the run with "
+            "--resume"
+        )
+
+    def _load_before(self, urls: Sequence[str]) -> bool:
+        """Whether all of `urls`, which are paused, hold what they served before this publication."""
+        if not urls:
+            return True
+        if self._served is None or not self._served[0].is_dir():
+            return False
+        servers = ServerSet(urls, self._target.timeout_s, self._target.key)
+        try:
+            servers.change(endpoints.UPDATE_FROM_DISK, _from(*self._served))
+        except RolloutError:
+            return False
+        finally:
+            servers.close()
+        return True
+
+
+def _from(path: Path, version: int) -> dict[str, Any]:
+    return UpdateFromDisk(
+        model_path=str(path), flush_cache=False, weight_version=str(version), keep_pause=True
+    ).to_json()
+
+
+def _number(path: Path) -> int:
+    """Of the directories of one version: 0 for the first."""
+    return int(path.suffix[1:] or 0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from miles_like.types import NamedTensor, PublishReport
+from miles_like.types import NamedTensor, PublishReport, ServerFault
 from quant.spec import QuantSpec
 from rollout.config import PublishConfig
 from rollout.publish.buckets import Fused
@@ -31,6 +31,9 @@ class PublishTarget:
     backend: Literal["gloo", "nccl"] = "gloo"  # of the group with the servers' ranks; nccl: all have GPUs
     timeout_s: float = 600.0  # of a request
     key: ServerKey | None = None  # of the servers
+    # servers that fail are left out, and the report names them; False: the publication fails with the first
+    goes_on: bool = False
+    joins: bool = False  # the servers join at a version that others serve
 
     def __post_init__(self) -> None:
         if not self.urls:
@@ -43,6 +46,7 @@ class Sent(NamedTuple):
     bytes: int
     pause_seconds: float = 0.0
     checksums: RankChecksums = ()
+    failed: tuple[ServerFault, ...] = ()
 
 
 def publish_stream(
@@ -69,4 +73,5 @@ def publish_stream(
         seconds=time.perf_counter() - began,
         pause_seconds=sent.pause_seconds,
         checksums=sent.checksums,
+        failed=sent.failed,
     )

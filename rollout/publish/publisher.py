@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import NamedTuple
 
-from miles_like.types import NamedTensor, PublishReport
+from miles_like.types import NamedTensor, PublishReport, ServerFault
 from quant.stream import quantize_stream
 from rollout.publish.buckets import cut, gathered
 from rollout.publish.group import GroupTransport
 from rollout.publish.publication import PublishTarget, RankChecksums, Sent, publish_stream
-from rollout.publish.servers import ServerSet, servers_of
+from rollout.publish.servers import OLD_SERVED, ServerSet, Stage, check_versions, serve_again, servers_of
 from rollout.publish.transports import CudaHandles, Inline, MemoryHandles, Send, Transport
 from rollout.sglang.client import RolloutError
 from rollout.wire import endpoints
 from rollout.wire.checksum import tensor_checksum
-from rollout.wire.control import BeginUpdate, EndUpdate, PauseMode, PauseRequest
+from rollout.wire.control import BeginUpdate, ChecksumReply, EndUpdate, PauseMode, PauseRequest
 
 
 class _Bucket(NamedTuple):
@@ -47,9 +48,9 @@ def transport_of(target: PublishTarget) -> Transport:
 class TensorPublisher:
     """WeightPublisher of buckets, by requests, handles or a process group (`transport_of`).
 
-    send: whether this rank sends. hold_bytes: encoded before the servers are paused. After a failure the servers stay
-    paused, so that no sample comes from partly updated weights; the RuntimeError names the server and asks for a
-    restart.
+    send: whether this rank sends. hold_bytes: encoded before the servers are paused. After a failure before the weights
+    of a server have changed all serve the version before; else they stay paused, so that no sample comes from partly
+    updated weights. The RuntimeError names the server and says which.
     """
 
     every_rank = False
@@ -60,6 +61,7 @@ class TensorPublisher:
         self._transport = transport_of(target) if send else Inline(target)
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="checksums")
         self._sending = ThreadPoolExecutor(1, thread_name_prefix="buckets")
+        self._stage = Stage.ASKED
 
     def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport:
         """Collective over the trainer's ranks. Raises ValueError (weights that cannot be encoded) or RuntimeError."""
@@ -68,13 +70,20 @@ class TensorPublisher:
 
     def _send(self, stream: Iterator[NamedTensor], version: int) -> Sent:
         servers = servers_of(self._target)
+        self._stage = Stage.ASKED
         try:
+            check_versions(servers, version)
             with self._transport.ready(servers):
                 return self._publish(servers, self._encoded(stream), version)
-        except RolloutError as e:  # before the pause
-            raise RuntimeError(
-                f"weights of version {version} were not published: {e}. The servers still serve the version before"
-            ) from e
+        except (RuntimeError, ValueError, OSError) as e:  # of a server, of the trainer's ranks, of a tensor, no room
+            if self._stage is Stage.ASKED and not isinstance(e, RolloutError):
+                raise
+            if isinstance(e, RolloutError) and self._target.goes_on and any(not f.answers for f in servers.lost):
+                # of a group of all servers: those that are left have lost the publication with a server that has died
+                rest = tuple(ServerFault(url, f"server {url}: {e}", answers=True) for url in servers.urls)
+                return Sent(0, failed=servers.lost + rest)
+            now = self._give_up(servers, version)
+            raise RuntimeError(f"weights of version {version} were not published: {e}. {now}") from e
         finally:
             servers.close()
 
@@ -85,27 +94,41 @@ class TensorPublisher:
             size += bucket.nbytes
         if not held:
             raise ValueError("no weights to publish: the stream is empty")
-        began = time.perf_counter()
-        try:
-            servers.ask(endpoints.PAUSE, PauseRequest(mode=self._mode).to_json())
-            nbytes, checksums = self._update(servers, itertools.chain(_emptying(held), buckets), version)
-            servers.ask(endpoints.CONTINUE, {})
-        except (RolloutError, ValueError, OSError) as e:  # of a server; of a later tensor; no room for a later bucket
-            raise RuntimeError(
-                f"weights of version {version} were not published: {e}. The servers stay paused because they may hold "
-                "parts of two versions: restart them, or restart the run with --resume"
-            ) from e
-        return Sent(nbytes, time.perf_counter() - began, checksums)
+        began, self._stage = time.perf_counter(), Stage.PAUSED
+        servers.ask(endpoints.PAUSE, PauseRequest(mode=self._mode).to_json())
+        nbytes, checksums = self._update(servers, itertools.chain(_emptying(held), buckets), version)
+        servers.ask(endpoints.CONTINUE, {})
+        return Sent(nbytes, time.perf_counter() - began, checksums, servers.lost)
+
+    def _give_up(self, servers: ServerSet, version: int) -> str:
+        """Returns what the servers do now. An embedded server that refuses the end of an update has changed nothing."""
+        match self._stage:
+            case Stage.PAUSED:
+                serve_again(self._target.urls, self._target, None)
+            case Stage.BEGUN:
+                serve_again(self._target.urls, self._target, version)
+            case Stage.ENDING if not servers.urls:
+                serve_again([fault.url for fault in servers.lost if fault.answers], self._target, None)
+            case Stage.ENDING | Stage.CHANGED:
+                return (
+                    "The servers stay paused because they may hold parts of two versions: restart them, or restart the "
+                    "run with --resume"
+                )
+        return OLD_SERVED
 
     def _update(self, servers: ServerSet, buckets: Iterator[_Bucket], version: int) -> tuple[int, RankChecksums]:
         embedded = self._target.kind == "embedded"
         named = str(version) if embedded else None
         total, sent = 0, dict[str, str]()
+        self._stage = Stage.BEGUN
         servers.change(endpoints.BEGIN_UPDATE, BeginUpdate(weight_version=named).to_json())
+        self._stage = Stage.BEGUN if embedded else Stage.CHANGED
         for nbytes, checksums in self._loaded(servers, buckets, version):
             total += nbytes
             sent |= checksums
+        self._stage = Stage.ENDING if embedded else Stage.CHANGED
         servers.change(endpoints.END_UPDATE, EndUpdate(weight_version=named).to_json())
+        self._stage = Stage.CHANGED
         flush_cache(servers, self._mode)
         if not self._target.config.verify:
             return total, ()
@@ -151,22 +174,42 @@ def flush_cache(servers: ServerSet, mode: PauseMode) -> None:
 
 
 def compare_checksums(servers: ServerSet, sent: dict[str, str] | None) -> RankChecksums:
-    """Check that all servers report equal checksums, and that these equal `sent` if given. Raises RolloutError.
-    Returns the checksums.
+    """Check that all servers report equal checksums, and that these equal `sent` if given. Returns the checksums, none
+    where no server is left.
 
     `sent` may contain more tensors: an engine without speculative decoding skips the multi-token-prediction layers.
+    Raises RolloutError, also with `goes_on` where servers differ and no majority says which of them are wrong.
     """
-    replies = servers.checksums()
-    first = replies[0]
-    for url, reply in zip(servers.urls[1:], replies[1:], strict=True):
-        if reply.per_engine_checksum != first.per_engine_checksum:
-            which = _differing(first.tensors, reply.tensors)
-            raise RolloutError(f"servers {servers.urls[0]} and {url} hold different weights ({which})")
-    held = first.ranks[0].checksums
-    if sent is not None and any(sent.get(n) != c for n, c in held.items()):
-        which = _differing({n: sent.get(n) for n in held}, held)
-        raise RolloutError(f"server {servers.urls[0]} holds weights that differ from those sent ({which})")
-    return first.per_rank
+    answers = servers.checksums()
+    replies = dict(zip(servers.urls, answers, strict=True))
+    if sent is not None:
+        servers.lose({url: e for url, reply in replies.items() if (e := _unlike(url, reply, sent)) is not None})
+        replies = {url: replies[url] for url in servers.urls}
+    if not replies:
+        return ()
+    (usual, count), *others = Counter(reply.per_engine_checksum for reply in replies.values()).most_common()
+    first = next(url for url, reply in replies.items() if reply.per_engine_checksum == usual)
+    if others:
+        apart = {
+            url: RolloutError(
+                f"servers {first} and {url} hold different weights "
+                f"({_differing(replies[first].tensors, reply.tensors)})"
+            )
+            for url, reply in replies.items()
+            if reply.per_engine_checksum != usual
+        }
+        if 2 * count <= len(replies):
+            raise next(iter(apart.values()))
+        servers.lose(apart)
+    return replies[first].per_rank
+
+
+def _unlike(url: str, reply: ChecksumReply, sent: Mapping[str, str]) -> RolloutError | None:
+    held = reply.ranks[0].checksums
+    if all(sent.get(n) == c for n, c in held.items()):
+        return None
+    which = _differing({n: sent.get(n) for n in held}, held)
+    return RolloutError(f"server {url} holds weights that differ from those sent ({which})")
 
 
 def _differing(a: Mapping[str, str | None], b: Mapping[str, str]) -> str:

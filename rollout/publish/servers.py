@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from enum import Enum
 from typing import Any, ParamSpec, TypeVar
 
 import httpx
 import orjson
 
+from miles_like.types import ServerFault
 from rollout.publish.publication import PublishTarget
 from rollout.server_key import ServerKey
 from rollout.server_url import tls
@@ -16,21 +19,37 @@ from rollout.sglang.client import (
     KEEPALIVE_S,
     PLAIN,
     REPLY_BYTES,
+    NoAnswer,
     RolloutError,
+    ServerBroke,
     check_plain,
     check_size,
     failure,
     read_json,
 )
 from rollout.wire import endpoints
-from rollout.wire.control import ChecksumReply, ChecksumRequest, Outcome
+from rollout.wire.control import BeginUpdate, ChecksumReply, ChecksumRequest, EndUpdate, ModelInfo, Outcome
 from rollout.wire.replies import Json
 
 _JSON = {"content-type": "application/json"}
+_GIVE_UP_S = 10.0  # for a server to drop an update
+OLD_SERVED = (
+    "The servers that answer still serve the version before: restart the others, or restart the run with --resume"
+)
 
 Settled = Callable[[str, RolloutError | None], None]
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Stage(Enum):
+    """How far a publication has come."""
+
+    ASKED = "asked"  # for their versions; nothing has changed
+    PAUSED = "paused"  # the servers, or some
+    BEGUN = "begun"  # an update; embedded servers hold it back until it is complete
+    ENDING = "ending"  # that update: some may serve it
+    CHANGED = "changed"  # weights that are served
 
 
 def _nothing(url: str, error: RolloutError | None) -> None: ...
@@ -47,10 +66,20 @@ def _succeeded(url: str, endpoint: str, answer: Any) -> None:
 
 
 class ServerSet:
-    """Sends the same request to several servers concurrently, in threads."""
+    """Sends the same request to several servers concurrently, in threads.
 
-    def __init__(self, urls: Sequence[str], timeout_s: float, key: ServerKey | None = None) -> None:
+    A server whose request fails is entered in `lost` and gets no further ones. goes_on: this raises nothing as long as
+    other servers are left, or where one of the lost ones does not answer or has broken: only where all have refused a
+    request is the request itself at fault.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], timeout_s: float, key: ServerKey | None = None, *, goes_on: bool = False
+    ) -> None:
         self.urls = tuple(u.rstrip("/") for u in urls)
+        self.lost: tuple[ServerFault, ...] = ()
+        self._goes_on = goes_on
+        self._refused = 0  # of `lost`
         self._timeout_s = timeout_s
         self._key = key
         timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s))
@@ -70,6 +99,11 @@ class ServerSet:
         """POST to all servers; returns the replies in the order of `urls`. Raises RolloutError with all failures."""
         return self._post(endpoint, [orjson.dumps(body)] * len(self.urls), _as_it_is)  # encoded once: it may be large
 
+    def get(self, endpoint: str, check: Callable[[str, str, Any], T]) -> list[T]:
+        """GET from all servers; returns what `check` makes of URL, endpoint and reply of each. Raises RolloutError as
+        `ask`, also of `check`."""
+        return self._post(endpoint, [None] * len(self.urls), check)
+
     def change(self, endpoint: str, body: Json, settled: Settled = _nothing) -> None:
         """`ask` for an endpoint that replies with an Outcome. Raises RolloutError unless it is a success.
 
@@ -85,7 +119,7 @@ class ServerSet:
     def _post(
         self,
         endpoint: str,
-        contents: Sequence[bytes],
+        contents: Sequence[bytes | None],
         check: Callable[[str, str, Any], T],
         settled: Settled = _nothing,
     ) -> list[T]:
@@ -112,10 +146,11 @@ class ServerSet:
 
         return self._all(posted)
 
-    def _read(self, url: str, endpoint: str, content: bytes, headers: Mapping[str, str]) -> httpx.Response:
+    def _read(self, url: str, endpoint: str, content: bytes | None, headers: Mapping[str, str]) -> httpx.Response:
         """The complete reply. Raises RolloutError for a compressed one, or for more than REPLY_BYTES."""
         parts, size = [], 0
-        with self._http.stream("POST", url + endpoint, content=content, headers=headers) as response:
+        method = "GET" if content is None else "POST"
+        with self._http.stream(method, url + endpoint, content=content, headers=headers) as response:
             check_plain(response, url=url, endpoint=endpoint)
             for part in response.iter_raw():
                 parts.append(part)
@@ -124,28 +159,76 @@ class ServerSet:
         return httpx.Response(response.status_code, content=b"".join(parts))
 
     def checksums(self) -> list[ChecksumReply]:
-        answers = self.ask(endpoints.CHECKSUM, ChecksumRequest().to_json())
-        return [
-            _parsed(u, ChecksumReply.from_json, a, endpoints.CHECKSUM) for u, a in zip(self.urls, answers, strict=True)
-        ]
+        body = orjson.dumps(ChecksumRequest().to_json())
+        return self._post(endpoints.CHECKSUM, [body] * len(self.urls), _checksums)
+
+    def lose(self, errors: Mapping[str, RolloutError]) -> None:
+        """Leave servers out, by their URLs. Raises RolloutError as the class says."""
+        self.urls = tuple(url for url in self.urls if url not in errors)
+        self.lost += tuple(ServerFault(url, str(e), not isinstance(e, NoAnswer)) for url, e in errors.items())
+        self._refused += sum(not isinstance(e, NoAnswer | ServerBroke) for e in errors.values())
+        at_fault = not self.urls and self._refused == len(self.lost)
+        if errors and (at_fault or not self._goes_on):
+            raise RolloutError("; ".join(map(str, errors.values())))
 
     def _all(self, call: Callable[[str], T]) -> list[T]:
         if len(self.urls) == 1:  # a thread would not run beside this one
-            return [call(self.urls[0])]
-        futures = [self._threads.submit(call, url) for url in self.urls]
-        errors = [f.exception() for f in futures]  # wait for all: none may still be writing when the error is raised
-        failures = [str(e) for e in errors if isinstance(e, RolloutError)]
-        for e in errors:
-            if e is not None and not isinstance(e, RolloutError):
-                raise e
-        if failures:
-            raise RolloutError("; ".join(failures))
-        return [f.result() for f in futures]
+            found = [_result(call, self.urls[0])]
+        else:
+            futures = [self._threads.submit(_result, call, url) for url in self.urls]
+            wait(futures)  # none may still be writing when an error is raised
+            found = [f.result() for f in futures]
+        self.lose({url: x for url, x in zip(self.urls, found, strict=True) if isinstance(x, RolloutError)})
+        return [x for x in found if not isinstance(x, RolloutError)]
+
+
+def _result(call: Callable[[str], T], url: str) -> T | RolloutError:
+    try:
+        return call(url)
+    except RolloutError as e:
+        return e
 
 
 def servers_of(target: PublishTarget) -> ServerSet:
     """A client of the servers of `target`."""
-    return ServerSet(target.urls, target.timeout_s, target.key)
+    return ServerSet(target.urls, target.timeout_s, target.key, goes_on=target.goes_on)
+
+
+def check_versions(servers: ServerSet, version: int) -> None:
+    """Raises RolloutError naming a server that serves a later version than `version`, before anything is sent to one:
+    the samples of two models would have the same version."""
+
+    def earlier(url: str, endpoint: str, answer: Any) -> None:
+        served = _parsed(url, ModelInfo.from_json, answer, endpoint).weight_version
+        if served.isdecimal() and int(served) > version:
+            raise RolloutError(
+                f"server {url} serves version {served}, which is later: publish a version from {served} on, or restart "
+                "the server"
+            )
+
+    servers.get(endpoints.MODEL_INFO, earlier)
+
+
+def serve_again(urls: Sequence[str], target: PublishTarget, version: int | None) -> None:
+    """Let servers that still hold the version before generate again. version: of an update that they may have begun: an
+    embedded server then drops its tensors, a stock one has got none. Raises nothing: a server that fails has failed
+    before."""
+    limit = min(target.timeout_s, _GIVE_UP_S)
+    dropping, continuing = (ServerSet(urls, limit, target.key, goes_on=True) for _ in range(2))
+    named = str(version) if target.kind == "embedded" else None
+    with contextlib.suppress(RolloutError):
+        if version is not None:
+            if named is not None:  # one without tensors takes its place
+                dropping.change(endpoints.BEGIN_UPDATE, BeginUpdate(weight_version=named).to_json())
+            dropping.change(endpoints.END_UPDATE, EndUpdate(weight_version=named).to_json())
+    with contextlib.suppress(RolloutError):
+        continuing.ask(endpoints.CONTINUE, {})
+    for servers in (dropping, continuing):
+        servers.close()
+
+
+def _checksums(url: str, endpoint: str, answer: Any) -> ChecksumReply:
+    return _parsed(url, ChecksumReply.from_json, answer, endpoint)
 
 
 def _parsed(url: str, parse: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
+from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.types import NamedTensor
 from quant.registry import codec_or_none
 from quant.spec import QuantSpec
+from quant.stream import stored_name
 
 
 class Shares:
@@ -19,17 +22,20 @@ class Shares:
         self._spec, self._codec = spec, codec_or_none(spec)
         self._bytes = [0] * count
         self._owners: dict[tuple[str, ...], int] = {}  # of weights that share a scale
-        self.modules: set[str] = set()  # of all weights
+        # stored name -> dtype and shape, None where they are the codec's
+        self._stored: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {}
 
     def owner(self, name: str, tensor: Tensor) -> int:
         """Call it for every weight, in the order of the stream."""
         bundle: tuple[str, ...] = ()
         if self._codec is not None and self._spec is not None and self._spec.covers(name, tensor.shape):
             bundle = tuple(self._codec.bundle_of(name))
+            self._stored |= {stored_name(name, leaf): None for leaf in self._codec.leaves}
+        else:
+            self._stored[name] = tensor.dtype, tuple(tensor.shape)
         least = min(range(len(self._bytes)), key=self._bytes.__getitem__)
         rank = self._owners.setdefault(bundle, least) if len(bundle) > 1 else least
         self._bytes[rank] += tensor.nbytes
-        self.modules.add(name.rpartition(".")[0])
         return rank
 
     def of(self, rank: int, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
@@ -38,12 +44,21 @@ class Shares:
             if self.owner(name, tensor) == rank:
                 yield NamedTensor(name, tensor)
 
-    def check_whole(self, stored: Iterable[str]) -> None:
-        """Raises RuntimeError naming a module unless `stored`, of all ranks, are tensors of the stream's modules."""
-        found = {name.rpartition(".")[0] for name in stored}
-        if wrong := sorted(found ^ self.modules):
-            side = "lack" if wrong[0] in self.modules else "have too much:"
+    def check_whole(self, written: HFCheckpoint) -> None:
+        """Raises RuntimeError naming a tensor unless `written`, of all ranks, holds the tensors of this rank's stream:
+        each stored one, and those that are not quantized with their dtype and shape."""
+        found, ranks = set(written.names()), len(self._bytes)
+        if wrong := sorted(found ^ self._stored.keys()):
+            side = "lack" if wrong[0] in self._stored else "have too much:"
             raise RuntimeError(
-                f"the parts of {len(self._bytes)} trainer ranks {side} {wrong[0]}, {len(wrong)} modules in all: their "
-                "streams differ, which is a fault of this program. Nothing was sent"
+                f"the parts of {ranks} trainer ranks {side} {wrong[0]}, {len(wrong)} tensors in all: their streams "
+                "differ, which is a fault of this program. Nothing was sent"
             )
+        for name, want in self._stored.items():
+            info = written.info(name)
+            if want is not None and want != (info.dtype, info.shape):
+                raise RuntimeError(
+                    f"the parts of {ranks} trainer ranks hold {name} as {info.dtype} {list(info.shape)}, the stream as "
+                    f"{want[0]} {list(want[1])}: their streams differ, which is a fault of this program. Nothing was "
+                    "sent"
+                )

@@ -18,7 +18,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
+from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, ServerLost
 from rollout.concurrency import all_or_first_error
 from rollout.seeds import seed_of
 from rollout.server_key import VARIABLE, ServerKey
@@ -66,6 +66,14 @@ class RolloutError(RuntimeError):
     """A request to a server failed. The message names the server, what happened and what to do."""
 
 
+class NoAnswer(RolloutError, ServerLost):
+    """The server has died, hangs, or cannot be reached."""
+
+
+class ServerBroke(RolloutError):
+    """The server answered with an internal error (HTTP 5xx)."""
+
+
 def _rids(count: int) -> tuple[str, ...]:
     """Unique ids for the prompts of a request, so that a reply to another request is detected."""
     return tuple(uuid.uuid4().hex for _ in range(count))
@@ -81,14 +89,14 @@ def failure(error: httpx.HTTPError, *, url: str, endpoint: str, timeout_s: float
             "SSL_CERT_FILE to its authority's file, for a server without TLS use an http:// URL"
         )
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return RolloutError(f"server {url} cannot be reached for {endpoint}: it is not running or has died; {look}")
+        return NoAnswer(f"server {url} cannot be reached for {endpoint}: it is not running or has died; {look}")
     if isinstance(error, httpx.TimeoutException):
-        return RolloutError(
+        return NoAnswer(
             f"server {url} did not answer {endpoint} within {timeout_s:g} s: it hangs or is overloaded; {look}, "
             "or raise rollout.request_timeout_s"
         )
     if isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError):
-        return RolloutError(f"server {url} closed the connection during {endpoint}: it has died or was killed; {look}")
+        return NoAnswer(f"server {url} closed the connection during {endpoint}: it has died or was killed; {look}")
     return RolloutError(f"server {url} failed at {endpoint}: {type(error).__name__}: {error}; {look}")
 
 
@@ -99,7 +107,8 @@ def read_json(response: httpx.Response, *, url: str, endpoint: str, log: Path | 
         if response.status_code in (401, 403):
             text += "; give the server's key by --key-file, key_file or the environment variable " + VARIABLE
         look = f"; see the end of {log}" if log else ""
-        raise RolloutError(f"server {url} refused {endpoint}: {text}{look}")
+        kind = RolloutError if response.status_code < 500 else ServerBroke
+        raise kind(f"server {url} refused {endpoint}: {text}{look}")
     try:
         return orjson.loads(response.content) if response.content else None
     except ValueError as e:

@@ -109,7 +109,7 @@ class AbortRequest(ControlRequest):
 
 class BeginUpdate(ControlRequest):
     """weight_version: version of the new weights; an extension of this project, which stock servers ignore. In the
-    embedded engine a newer version replaces an update that was begun and not ended."""
+    embedded engine the same or a newer version replaces an update that was begun and not ended."""
 
     ENDPOINT = BEGIN_UPDATE
     selector: Literal["all", "target", "draft"] | None = "all"

@@ -8,7 +8,7 @@ import contextlib
 import pickle
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +26,54 @@ from tests.support.spawn import free_port
 
 
 class LocalServers:
-    """As RayServers."""
+    """As RayServers. spares: processes that take the place of those that are replaced."""
 
-    def __init__(self, processes: Sequence[Forked], arguments: Sequence[Sequence[str]], ports: Sequence[int]) -> None:
-        self._processes, self._ports = processes, ports
-        for process, words in zip(processes, arguments, strict=True):
-            process._line.send_bytes(pickle.dumps(("serve", (words,))))
+    def __init__(
+        self,
+        processes: Sequence[Forked],
+        arguments: Sequence[Sequence[str]],
+        ports: Sequence[int],
+        spares: Sequence[Forked] = (),
+    ) -> None:
+        self._processes, self._ports, self._spares = list(processes), ports, list(spares)
+        self._words = arguments
+        for i in range(len(processes)):
+            self._begin(i)
+
+    def _begin(self, i: int) -> None:
+        self._processes[i]._line.send_bytes(pickle.dumps(("serve", (self._words[i],))))
 
     def wait(self, say: Any = None) -> list[str]:
+        for i in range(len(self._ports)):
+            self._wait(i)
+        return [self._url(i) for i in range(len(self._ports))]
+
+    def _wait(self, i: int) -> None:
         deadline = time.monotonic() + 60
-        for process, port in zip(self._processes, self._ports, strict=True):
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), timeout=5).close()
-                    break
-                except ConnectionRefusedError:
-                    if process._line.poll() or time.monotonic() > deadline:
-                        raise RuntimeError(f"{process.label} did not come up: its log says why") from None
-                    time.sleep(0.01)
-        return [f"http://127.0.0.1:{port}" for port in self._ports]
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self._ports[i]), timeout=5).close()
+                return
+            except ConnectionRefusedError:
+                if self._processes[i]._line.poll() or time.monotonic() > deadline:
+                    raise RuntimeError(f"{self._processes[i].label} did not come up: its log says why") from None
+                time.sleep(0.01)
+
+    def _url(self, i: int) -> str:
+        return f"http://127.0.0.1:{self._ports[i]}"
+
+    def replace(self, urls: Collection[str], say: Any = None) -> None:
+        for i in (i for i in range(len(self._ports)) if self._url(i) in urls):
+            self._processes[i].kill()
+            self._processes[i] = self._spares.pop(0)
+            self._begin(i)
+            self._wait(i)
 
     def naming_failures(self) -> Any:
         return contextlib.nullcontext()
 
     def stop(self) -> None:
-        for process in self._processes:
+        for process in (*self._processes, *self._spares):
             process.kill()
 
 
@@ -106,9 +129,11 @@ class LocalTrainer(RayTrainer):
 class LocalLauncher(Launcher):
     """A Launcher whose processes are already there."""
 
-    def __init__(self, ranks: Mapping[str, Sequence[Forked]], servers: Sequence[Forked]) -> None:
-        """ranks: by their role."""
-        self.rank_processes, self.server_processes = ranks, servers
+    def __init__(
+        self, ranks: Mapping[str, Sequence[Forked]], servers: Sequence[Forked], spares: Sequence[Forked] = ()
+    ) -> None:
+        """ranks: by their role. spares: as of LocalServers."""
+        self.rank_processes, self.server_processes, self.spares = ranks, servers, spares
 
     def check(self, plan: ModelPlan) -> None:
         """There is no Ray cluster."""
@@ -132,4 +157,4 @@ class LocalLauncher(Launcher):
         )
         commands = [embedded_command(launch, port) for port in ports]
         words = [command[command.index("rollout.embedded.server") + 1 :] for command in commands]
-        return LocalServers(self.server_processes, words, ports)
+        return LocalServers(self.server_processes, words, ports, self.spares)

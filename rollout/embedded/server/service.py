@@ -109,14 +109,17 @@ class Service:
         return self.part.store
 
     def begin_update(self, version: str | None = None) -> None:
-        """Raises ValueError while another update is unfinished, unless that is of an older version or has received no
-        request for SESSION_IDLE_S seconds: its publisher is assumed dead, and it is dropped. Raises ValueError while
-        the memory of the weights is released, as do the other methods that read or change weights."""
+        """Raises ValueError while another update is unfinished, unless that is of the same or an older version or has
+        received no request for SESSION_IDLE_S seconds: its publisher has failed or begins again, and it is dropped.
+        Raises ValueError while the memory of the weights is released, as do the other methods that read or change
+        weights."""
         self._memory.require_weights()
         session = self._session
-        if session is not None and not _newer(version, session.begun_as) and session.idle_s < SESSION_IDLE_S:
+        if session is not None and not _replaces(version, session.begun_as) and session.idle_s < SESSION_IDLE_S:
             other = "" if session.begun_as is None else f" of version {session.begun_as}"
-            raise ValueError(f"a weight update{other} has begun already: end it first, or begin one of a newer version")
+            raise ValueError(
+                f"a weight update{other} has begun already: end it first, or begin one of this or a newer version"
+            )
         self._crew.together(lambda: None, "begin")
         self._session = UpdateSession(self.store, begun_as=version)
 
@@ -285,9 +288,10 @@ def slices_of(checkpoint: HFCheckpoint, *, tp_size: int, ep_size: int) -> Slices
     return slices
 
 
-def _newer(version: str | None, than: str | None) -> bool:
-    """Compares weight versions as numbers; a version that is not a number is neither newer nor older."""
-    return version is not None and than is not None and _number(version) > _number(than) >= 0
+def _replaces(version: str | None, begun: str | None) -> bool:
+    """Whether an update of `version` takes the place of one of version `begun`. Versions are compared as numbers; one
+    that is not a number takes no place and leaves none."""
+    return version is not None and begun is not None and _number(version) >= _number(begun) >= 0
 
 
 def _number(version: str) -> int:

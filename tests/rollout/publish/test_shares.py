@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from miles_like.hf.checkpoint import HFCheckpoint
+from miles_like.hf.checkpoint import HFCheckpoint, write_hf
 from miles_like.hf.merged import join_parts
 from miles_like.types import NamedTensor, PublishReport
 from quant.registry import make_codec
@@ -27,6 +27,7 @@ from rollout.config import PublishConfig
 from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.publish.shares import Shares
+from rollout.wire import endpoints
 from tests.support.fakes import FakeServer
 from tests.support.refusals import refuses
 
@@ -65,11 +66,10 @@ def source(tmp_path: Path) -> Path:
 
 
 def publishers(
-    ranks: int, url: str, source: Path, spec: QuantSpec | None, timeout_s: float = 30.0
+    ranks: int, url: str, source: Path, spec: QuantSpec | None, parts_s: float = 30.0, **more: Any
 ) -> list[DiskPublisher]:
-    target = PublishTarget(
-        urls=(url,), kind="embedded", spec=spec, config=PublishConfig(path="disk"), timeout_s=timeout_s
-    )
+    config = PublishConfig(path="disk", parts_timeout_s=parts_s)
+    target = PublishTarget(urls=(url,), kind="embedded", spec=spec, config=config, timeout_s=30.0, **more)
     shared = SharedDirectory(path=source.parent / "published", hf_config={"model_type": "x"}, copy_from=source)
     return [DiskPublisher(target, shared, rank=i, ranks=ranks) for i in range(ranks)]
 
@@ -120,21 +120,64 @@ def test_a_weight_that_no_rank_wrote_is_named(source: Path) -> None:
     """As where the ranks' streams differed at their end."""
     shares, stream = Shares(2, None), weights()
     owners = [shares.owner(n, t) for n, t in stream]
-    lost = sorted(w.name.removesuffix(".weight") for w, owner in zip(stream[-4:], owners[-4:], strict=True) if owner)
+    lost = sorted(w.name for w, owner in zip(stream[-4:], owners[-4:], strict=True) if owner)
     with FakeServer() as server, ThreadPoolExecutor(1) as pool:
         first, second = publishers(2, server.url, source, None)
         pool.submit(second.publish, stream[:-4], version=1)
         with refuses(RuntimeError, 2, lost[0], len(lost)):
             first.publish(stream, version=1)
-        assert not server.calls
+        assert endpoints.PAUSE not in server.endpoints()
+
+
+def test_a_tensor_of_a_module_that_has_others_is_named_and_so_is_another_shape(tmp_path: Path) -> None:
+    """A scale beside its codes, a bias beside its weight: of each module something is there."""
+    spec, stream = spec_of(QuantFormat.FP8), weights()
+    shares = Shares(2, spec)
+    for name, tensor in stream:
+        shares.owner(name, tensor)
+    stored = dict(quantize_stream(stream, spec))
+    scale = "model.layers.1.mlp.experts.0.up_proj.weight_scale_inv"
+    cases = {
+        "short": ({n: x for n, x in stored.items() if n != scale}, (2, scale, 1)),
+        "long": (
+            stored | {"model.layers.0.input_layernorm.bias": torch.zeros(2)},
+            (2, "model.layers.0.input_layernorm.bias", 1),
+        ),
+        "other": (stored | {"model.layers.2.input_layernorm.weight": torch.zeros(64)}, (64, 128, "torch.bfloat16")),
+    }
+    for name, (tensors, facts) in cases.items():
+        write_hf(tmp_path / name, tensors.items(), {"model_type": "x"}, copy_from=None)
+        with refuses(RuntimeError, *facts):
+            shares.check_whole(HFCheckpoint(tmp_path / name))
+    write_hf(tmp_path / "whole", stored.items(), {"model_type": "x"}, copy_from=None)
+    shares.check_whole(HFCheckpoint(tmp_path / "whole"))
 
 
 def test_a_part_that_does_not_come_is_named_and_nothing_is_sent(source: Path) -> None:
     with FakeServer() as server:
-        first, *_ = publishers(3, server.url, source, None, timeout_s=0.2)
-        with refuses(RuntimeError, "1, 2", "published", 0.2, "rollout.request_timeout_s"):
+        first, *_ = publishers(3, server.url, source, None, parts_s=0.2)
+        with refuses(RuntimeError, "1, 2", "published", 0.2, "publish.parts_timeout_s"):
             first.publish(weights(), version=1)
-        assert not server.calls
+        assert endpoints.PAUSE not in server.endpoints()
+
+
+def test_a_server_that_joins_loads_what_the_others_have_loaded(source: Path) -> None:
+    """A version that is published once more is written beside what servers may still read; the one that joins makes no
+    third, and removes nothing."""
+    directory = source.parent / "published"
+    with FakeServer() as server, FakeServer() as late:
+        them = publishers(2, server.url, source, None)
+        for _ in range(2):
+            published(them, 1)
+        assert [p.name for p in directory.iterdir()] == ["version_1.1"]
+        report = published(publishers(2, late.url, source, None, joins=True), 1)
+        (_, body) = next(call for call in late.calls if call[0] == endpoints.UPDATE_FROM_DISK)
+        assert Path(body["model_path"]) == directory / "version_1.1"
+        assert [p.name for p in directory.iterdir()] == ["version_1.1"]
+        assert report.bytes == sum(t.nbytes for _, t in weights())
+        assert dict(late.weights).keys() == dict(server.weights).keys()
+        published(publishers(2, late.url, source, None, joins=True), 2)  # there is no such version yet
+        assert [p.name for p in directory.iterdir()] == ["version_2"]
 
 
 def test_parts_of_a_run_that_was_killed_are_not_taken(source: Path) -> None:
@@ -144,13 +187,13 @@ def test_parts_of_a_run_that_was_killed_are_not_taken(source: Path) -> None:
         first = published(them, 1, seed=5)
         left = source.parent / "published"
         shutil.copytree(left / "version_1", left / "version_2.part1")
-        shutil.copytree(left / "version_1", left / "version_2")
+        shutil.copytree(left / "version_1", left / "version_2")  # a server may read it
         with ThreadPoolExecutor(2) as pool:  # rank 1 begins first, as where the weights are gathered together
             second = pool.submit(them[1].publish, weights(), version=2)
             report = them[0].publish(_after(second, weights()), version=2)
         assert first.bytes == report.bytes
         for name, tensor in weights():
-            assert torch.equal(HFCheckpoint(left / "version_2").read(name), tensor), name
+            assert torch.equal(HFCheckpoint(left / "version_2.1").read(name), tensor), name
 
 
 def _after(done: Any, stream: list[NamedTensor]) -> Any:
