@@ -120,8 +120,8 @@ class ServerChecks(Protocol):
 
     async def before_training(self, step: int) -> None: ...
     async def before_publication(self) -> None: ...
-    async def published(self, step: int, report: PublishReport) -> Mapping[str, float]:
-        """Returns metrics."""
+    async def published(self, step: int, report: PublishReport) -> tuple[PublishReport, Mapping[str, float]]:
+        """Returns the report with all that was sent of this version, and metrics."""
 
 
 class TrainerRanks(Trainer, Protocol):

@@ -183,6 +183,9 @@ class PublishConfig(Section):
     # with path = "disk", for the other trainer ranks to have written their parts once rank 0 has; less than
     # cluster.timeout_s, which limits the whole publication
     parts_timeout_s: float = Field(900.0, gt=0)
+    # servers of a run that are stopped and started again, in all, because they do not take part in a publication or do
+    # not compute with its weights after a second one; 0: the run ends. None are where servers and trainer take turns
+    replacements: int = Field(3, ge=0)
     verify: bool = True  # compare the servers' checksums after every publication
     # of the text that every server scores after every publication, held to the trainer's log-probs of it; 0: not asked
     answer_tokens: int = Field(256, ge=0)

@@ -104,6 +104,11 @@ class BestState(_Strict):
     value: FiniteFloat | None
 
 
+class KnownAnswerState(_Strict):
+    settings: Name
+    gaps: list[Annotated[FiniteFloat, Field(ge=0)]]
+
+
 class RandomState(_Strict):
     python: tuple[Literal[3], Annotated[list[Word], Field(min_length=625, max_length=625)], FiniteFloat | None]
     numpy: tuple[
@@ -137,6 +142,7 @@ PARTS: Mapping[str, type[BaseModel]] = {
     "buffer": BufferState,
     "producer": ProducerState,
     "ledger": LedgerState,
+    "known_answer": KnownAnswerState,
 }
 
 

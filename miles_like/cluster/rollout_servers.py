@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,10 @@ class RayServers:
         self._slots = [slot for slot, _ in launches]
         self._title = launches[0][1].title if launches else "rollout server"
         self._names = [f"{self._title} {s.index}{f' part {s.node_rank}' if s.nnodes > 1 else ''}" for s in self._slots]
-        logs = [log_dir / f"rollout_actor{s.index}.{s.node_rank}.log" for s in self._slots]
-        self._actors = [nodes.start(_Server, s, log) for s, log in zip(self._slots, logs, strict=True)]
+        self._nodes = nodes
+        self._logs = [log_dir / f"rollout_actor{s.index}.{s.node_rank}.log" for s in self._slots]
+        self._actors = [nodes.start(_Server, s, log) for s, log in zip(self._slots, self._logs, strict=True)]
+        self._urls: dict[int, str] = {}  # of servers that have answered
         self._ready: set[int] = set()  # servers that answer
         self._shown: dict[int, str] = {}  # server -> the phase that was reported last
         addresses = self._results([a.address.remote() for a in self._actors], ACTOR_S)
@@ -86,6 +88,7 @@ class RayServers:
         if any(launch.config.engine == "sglang" for launch in placed):
             ranges = self._results([a.ephemeral_range.remote() for a in self._actors], ACTOR_S)
             placed = with_ports(self._slots, placed, ranges, share)
+        self._placed = placed
         self._begun = [a.begin.remote(launch) for a, launch in zip(self._actors, placed, strict=True)]
 
     def wait(self, say: Callable[[str], None] = lambda text: None) -> list[str]:
@@ -96,15 +99,32 @@ class RayServers:
         """
         try:
             self._results(self._begun, ACTOR_S)
-            return self._wait(say)
+            self._wait(say, range(len(self._slots)))
         except RuntimeError:
             self.stop()
             raise
+        return list(self._urls.values())
 
-    def _wait(self, say: Callable[[str], None]) -> list[str]:
-        heads = {s.index: i for i, s in enumerate(self._slots) if s.node_rank == 0}
+    def replace(self, urls: Collection[str], say: Callable[[str], None] = lambda text: None) -> None:
+        """Stop the servers at `urls`, with all their parts, and start others with the same weights in their slots, at
+        the same URLs. Returns once they answer. say, RuntimeError: as of `wait`; the other servers run on."""
+        servers = {server for server, url in self._urls.items() if url in urls}
+        parts = [i for i, s in enumerate(self._slots) if s.index in servers]
+        self._stop(parts)
+        for i in parts:
+            slot = self._slots[i]
+            if slot.node_rank == 0:
+                self._placed[i] = replace(self._placed[i], port=int(self._urls[slot.index].rpartition(":")[2]))
+            self._actors[i] = self._nodes.start(_Server, slot, self._logs[i])
+        self._ready -= servers
+        self._results([self._actors[i].begin.remote(self._placed[i]) for i in parts], ACTOR_S, parts)
+        self._wait(say, parts)
+
+    def _wait(self, say: Callable[[str], None], parts: Sequence[int]) -> None:
+        """Until all servers with these parts answer."""
+        heads = {self._slots[i].index: i for i in parts if self._slots[i].node_rank == 0}
         while True:
-            looks = self._look(_LOOK_S)
+            looks = self._look(_LOOK_S, parts)
             ready = {server for server, i in heads.items() if looks[i].ready}
             if ready - self._ready:  # the parts of a server that answers are not late
                 self._ready |= ready
@@ -114,9 +134,10 @@ class RayServers:
             for server, i in heads.items():
                 if looks[i].phase != self._shown.get(server):
                     self._shown[server] = looks[i].phase
-                    say(f"{self._title} {server} of {len(heads)}: {looks[i].phase}")
-            if len(self._ready) == len(heads):
-                return [looks[i].url for i in heads.values()]
+                    say(f"{self._title} {server} of {1 + max(s.index for s in self._slots)}: {looks[i].phase}")
+            if heads.keys() <= self._ready:
+                self._urls |= {server: looks[i].url for server, i in heads.items()}
+                return
             time.sleep(POLL_S)
 
     @contextlib.contextmanager
@@ -133,13 +154,13 @@ class RayServers:
     def failure(self) -> str | None:
         """Which server or part has ended first, and why; None while all run. Never raises."""
         try:
-            return self._first_failure(self._look(_FAILED_S))
+            return self._first_failure(self._look(_FAILED_S, range(len(self._slots))))
         except RuntimeError as e:
             return str(e)
 
-    def _first_failure(self, looks: Sequence[Progress]) -> str | None:
+    def _first_failure(self, looks: Mapping[int, Progress]) -> str | None:
         """The earliest failure, because those of other parts and servers may follow from it. Raises as `_results`."""
-        failed = [i for i, look in enumerate(looks) if look.failure is not None]
+        failed = [i for i, look in looks.items() if look.failure is not None]
         nodes = {self._slots[i].node: i for i in failed}
         ahead = {node: self._clock_offset(i) if len(nodes) > 1 else 0.0 for node, i in nodes.items()}
         order = sorted(failed, key=lambda i: looks[i].failed_at - ahead[self._slots[i].node])
@@ -159,26 +180,30 @@ class RayServers:
             trips.append((ended - began, there - (began + ended) / 2))
         return float(min(trips)[1])
 
-    def _look(self, timeout_s: float) -> list[Progress]:
-        refs = [a.look.remote(s.index in self._ready) for a, s in zip(self._actors, self._slots, strict=True)]
-        return self._results(refs, timeout_s)
+    def _look(self, timeout_s: float, parts: Sequence[int]) -> dict[int, Progress]:
+        refs = [self._actors[i].look.remote(self._slots[i].index in self._ready) for i in parts]
+        return dict(zip(parts, self._results(refs, timeout_s, parts), strict=True))
 
-    def _results(self, refs: Sequence[Any], timeout_s: float) -> list[Any]:
-        """The actors' answers. Raises RuntimeError that names the first server without one."""
+    def _results(self, refs: Sequence[Any], timeout_s: float, parts: Sequence[int] | None = None) -> list[Any]:
+        """The answers of the actors of `parts`, of all for None. Raises RuntimeError that names the first server
+        without one."""
         deadline = time.monotonic() + timeout_s
+        names = self._names if parts is None else [self._names[i] for i in parts]
         return [
-            get_result(ref, name, max(0.0, deadline - time.monotonic()))
-            for ref, name in zip(refs, self._names, strict=True)
+            get_result(ref, name, max(0.0, deadline - time.monotonic())) for ref, name in zip(refs, names, strict=True)
         ]
 
     def stop(self) -> None:
         """Stop all servers. Never raises, because it may run while another error propagates; the server of a dead actor
         has ended with it."""
-        stopping = [a.stop.remote() for a in self._actors]
-        for a, ref in zip(self._actors, stopping, strict=True):
+        self._stop(range(len(self._slots)))
+
+    def _stop(self, parts: Sequence[int]) -> None:
+        stopping = [self._actors[i].stop.remote() for i in parts]
+        for i, ref in zip(parts, stopping, strict=True):
             with contextlib.suppress(RayError):
                 ray.get(ref, timeout=30)
-            ray.kill(a)
+            ray.kill(self._actors[i])
 
 
 def with_ports(

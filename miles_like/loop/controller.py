@@ -78,9 +78,10 @@ class Controller:
         with record.timed("checks"):
             await self.checks.before_publication()
         with record.timed("publish"):
-            record.published = await self.trainer.publish(version=done)
+            published = await self.trainer.publish(version=done)
         with record.timed("checks"):
-            record.metrics |= await self.checks.published(done, record.published)
+            record.published, metrics = await self.checks.published(done, published)
+            record.metrics |= metrics
 
     async def after(self, record: StepRecord, *, last: bool) -> None:
         """Evaluates, records and saves; then admits prompts for the weights just published."""

@@ -8,27 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from miles_like.checkpoint.random_state import RANDOM, random_state
 from miles_like.checkpoint.run_state import RunState
 from miles_like.checkpoint.writer import Snapshot
 from miles_like.loop.feed import Feed
 from miles_like.loop.recorder import Recorder
-from miles_like.types import SampleGroup
+from miles_like.types import Json, SampleGroup
 from rollout.episodes.partial import PartialRollouts
 from rollout.prompts.mix import PromptSource
 
+KNOWN_ANSWER = "known_answer"  # the part of the run's state
 _READY, _PARTIAL = "ready/", "partial/"  # prefixes of a saved group's key
+
+
+class PastGaps(Protocol):
+    """What servers differed by after past publications (miles_like.verify.known_answer)."""
+
+    def state(self) -> Json: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopState:
-    """The objects of the loop that have state."""
+    """The objects of the loop that have state. known: restored before the loop is made; None: servers score no text."""
 
     source: PromptSource
     feed: Feed
     recorder: Recorder
     partial: PartialRollouts
+    known: PastGaps | None = None
 
     async def snapshot(self, step: int, whole: bool) -> Snapshot:
         """The state after `step` steps; the ledger file is written up to this step.
@@ -53,6 +62,8 @@ class LoopState:
             "ledger": ledger.state(),
             RANDOM: random_state(),
         }
+        if self.known is not None:
+            parts[KNOWN_ANSWER] = self.known.state()
         groups = {_READY + key: group for key, group in ready.items()}
         groups |= {_PARTIAL + key: group for key, group in self.partial.state().items()}
         return Snapshot(parts=parts, groups=groups, tokens_total=self.recorder.tokens_total)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console
+from torch import Tensor
 
 from miles_like.algorithms.registry import make_bounds
+from miles_like.config.run import RunConfig
 from miles_like.protocols import TrainerRanks
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.trainer_side import packer
@@ -17,7 +21,7 @@ from miles_like.verify.drill_down import DrillDown
 from miles_like.verify.known_answer import KnownAnswer, text_of
 from miles_like.verify.live import Comparison, LiveTrainer
 from miles_like.verify.same_bits import check_same_bits
-from miles_like.verify.server_checks import RunChecks
+from miles_like.verify.server_checks import Replacements, RunChecks
 from rollout.seeds import seed_of
 from rollout.sglang.client import SGLangClient
 
@@ -64,13 +68,22 @@ def known_answer(rollout: RolloutSide, trainer: TrainerRanks, prompts: Sequence[
     of_run = comparison(rollout, trainer, ())
     assert of_run.allowed.kl_max is not None, "`allowance` bounds it"
     longest = min(c.publish.answer_tokens, c.data.max_prompt_tokens, c.max_pack_tokens)
+    text = text_of([p.token_ids for p in prompts], longest)
     return KnownAnswer(
         trainer=of_run.trainer,
-        text=text_of([p.token_ids for p in prompts], longest),
+        text=text,
+        settings=_settings_of_gaps(c, text),
         kl_max=of_run.allowed.kl_max,
         exact=c.bit_exact,
         usual=not c.replay.gates,
     )
+
+
+def _settings_of_gaps(c: RunConfig, text: Tensor) -> str:
+    """A hash of what a server's usual difference from the trainer depends on: text, engine, precision, kernels."""
+    parts = [c.rollout.engine, *(s.model_dump(mode="json") for s in (c.rollout.embedded, c.rollout.sglang))]
+    parts += [s.model_dump(mode="json") for s in (c.precision, c.kernels, c.parallel, c.alignment)]
+    return hashlib.sha256(json.dumps([*parts, text.tolist()], sort_keys=True).encode()).hexdigest()
 
 
 async def check_bits(rollout: RolloutSide, trainer: TrainerRanks, clients: Sequence[SGLangClient]) -> None:
@@ -88,6 +101,7 @@ def server_checks(
     clients: Sequence[SGLangClient],
     prompts: Sequence[Prompt],
     console: Console,
+    replacements: Replacements | None = None,
 ) -> RunChecks:
     """The checks of a run's servers between two steps, on samples of `prompts`."""
     c = rollout.plan.config
@@ -103,4 +117,6 @@ def server_checks(
         seed=c.seed,
         idle=not c.in_flight_at_publication,
         console=console,
+        turns=c.takes_turns,
+        replacements=replacements,
     )

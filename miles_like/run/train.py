@@ -29,7 +29,7 @@ from miles_like.loop.feed import Feed
 from miles_like.loop.producer import Producer
 from miles_like.loop.recorder import Recorder
 from miles_like.loop.saver import Saver
-from miles_like.loop.state import LoopState
+from miles_like.loop.state import KNOWN_ANSWER, LoopState
 from miles_like.loop.step_bounds import StepBounds
 from miles_like.preflight.checks import check_over_sampling
 from miles_like.protocols import Algorithm, RewardFn, RolloutEngine, TrainerRanks
@@ -37,6 +37,7 @@ from miles_like.report.html import write_report
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards
 from miles_like.run.alignment import check_bits, server_checks
+from miles_like.run.replacing import RunningServers, RunReplacements
 from miles_like.run.setup.launcher import Launcher, freeze_gc
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.rollout_side import RolloutSide
@@ -128,6 +129,7 @@ def train(
         say(f"{ranks}, {len(urls)} rollout servers up after {time.perf_counter() - started:.0f} s{payload}")
         run = TrainingRun(
             rollout=rollout,
+            servers=servers,
             algorithm=algorithm,
             runner=runner,
             prompts=prompts,
@@ -170,6 +172,7 @@ class TrainingRun:
         self,
         *,
         rollout: RolloutSide,
+        servers: RunningServers,
         algorithm: Algorithm,
         runner: EpisodeRunner,
         prompts: Prompts,
@@ -184,7 +187,7 @@ class TrainingRun:
     ) -> None:
         self.plan, self.config = rollout.plan, rollout.plan.config
         self.rollout, self.algorithm, self.prompts, self.files = rollout, algorithm, prompts, files
-        self.runner = runner
+        self.servers, self.runner = servers, runner
         self.resumed, self.teachers, self.console = resumed, teachers, console
         self._ranks: dict[str, RayTrainer] = {"trainer": trainer} | ({} if critic is None else {"critic": critic})
         self.models: Mapping[str, TrainerRanks] = self._ranks
@@ -207,7 +210,9 @@ class TrainingRun:
         c = self.config
         clients = [self.rollout.client(url) for url in urls]
         # the state of an episode and of a user's generate function is not saved: they begin again after a resume
-        partial = PartialRollouts(EnginePool(clients), keep_groups=not c.rollout.has_episode_runner)
+        may_replace = c.publish.replacements > 0 and not c.takes_turns
+        pool = EnginePool(clients, lost=self._lost if may_replace else None)
+        partial = PartialRollouts(pool, keep_groups=not c.rollout.has_episode_runner)
         engine = self.runner.wrap(partial)
         if c.takes_turns:
             self._taking = TurnTaking(self.rollout, urls, self._ranks, partial)
@@ -217,11 +222,12 @@ class TrainingRun:
         turns = None if self._taking is None else self._taking.turns
         checked = clients if turns is None else [self.rollout.client(url, turns=turns) for url in urls]
         eval_clients = [self.rollout.client(url, routing=False, turns=turns) for url in urls]
-        self.trainer.connect(self.rollout.publisher(urls))
+        replacements = self.replacements(pool, urls) if may_replace else None
+        self.trainer.connect(self.rollout.publisher(urls, goes_on=may_replace))
         packs = packer(self.plan, self.trainer.dp_size, replayed=False, balanced=True)
         teachers = self.teachers.teachers(self.trainer, eval_clients, packs, self.prompts.source.all())
         await teachers.start()  # before a publication: some are loaded by the trainer, which may sleep afterwards
-        checks = self.checks(checked)
+        checks = self.checks(checked, replacements)
         first, published = await self.publish_first(checks)
         await checks.at_start(first, published)
         with PhaseBar(c.train.steps, self.console) as progress:
@@ -270,8 +276,30 @@ class TrainingRun:
         await checks.before_publication()
         return 0, await self.trainer.publish(version=0) if first else None
 
-    def checks(self, clients: Sequence[SGLangClient]) -> RunChecks:
-        return server_checks(self.rollout, self.trainer, clients, self.prompts.source.all(), self.console)
+    def _lost(self, why: str) -> None:
+        _say(self.console, f"{why}; what it was asked is asked of others, and the next publication replaces it")
+
+    def replacements(self, pool: EnginePool, urls: Sequence[str]) -> RunReplacements:
+        def connect(some: Sequence[str], joins: bool) -> None:
+            self.trainer.connect(self.rollout.publisher(some, goes_on=True, joins=joins))
+
+        return RunReplacements(
+            servers=self.servers,
+            pool=pool,
+            urls=tuple(urls),
+            limit=self.config.publish.replacements,
+            connect=connect,
+            publish_version=lambda version: self.trainer.publish(version=version),
+            say=partial(_say, self.console),
+        )
+
+    def checks(self, clients: Sequence[SGLangClient], replacements: RunReplacements | None = None) -> RunChecks:
+        prompts = self.prompts.source.all()
+        checks = server_checks(self.rollout, self.trainer, clients, prompts, self.console, replacements)
+        saved = None if self.resumed is None else self.resumed.state.parts.get(KNOWN_ANSWER)
+        if checks.known is not None and saved is not None:
+            checks.known.restore(saved)
+        return checks
 
     def compose(
         self,
@@ -301,7 +329,7 @@ class TrainingRun:
             turns=None if self._taking is None else self._taking.turns,
         )
         feed = self.feed(engine, partial, recorder)
-        state = LoopState(source=self.prompts.source, feed=feed, recorder=recorder, partial=partial)
+        state = LoopState(source=self.prompts.source, feed=feed, recorder=recorder, partial=partial, known=checks.known)
         if self.resumed is not None:
             state.restore(self.resumed.state)
         packs = self.packer()

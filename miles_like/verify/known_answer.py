@@ -18,13 +18,15 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from miles_like.types import Json
 from miles_like.verify.evidence import SampleTokens
 from miles_like.verify.live import LiveTrainer
-from rollout.sglang.client import SGLangClient
+from rollout.sglang.client import RolloutError, SGLangClient
 from routing_replay.trace import RoutingTrace
 
 _MEDIAN_OF_NORMAL = 0.6745  # of |x|, in standard deviations
@@ -36,13 +38,16 @@ _LIKELY, _ENOUGH = math.log(0.1), 16  # tokens of a probability above this are c
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """A server whose log-probabilities of the text are not the trainer's."""
+    """A server whose log-probabilities of the text are not the trainer's, or that did not score it."""
 
     url: str
     gap: float  # median of |difference|, nats
     bound: float
+    failure: str = ""  # of its request; then there is no gap
 
     def sentence(self) -> str:
+        if self.failure:
+            return self.failure
         return f"server {self.url} differs by {self.gap:.3g} nats, and {self.bound:.3g} is explained"
 
 
@@ -55,6 +60,8 @@ class KnownAnswer:
     a fault. The bound on the median difference is that of normally distributed differences with this k3, or, where
     lower, four times the median of all publications so far: a stale tensor among hundreds is a small fault. Tokens that
     the trainer expects are compared, if there are enough: the logarithm of a small probability is less precise.
+
+    settings: what the usual gap depends on; a saved one of other settings is not restored.
     """
 
     trainer: LiveTrainer
@@ -62,30 +69,60 @@ class KnownAnswer:
     kl_max: float
     exact: bool = False
     usual: bool = True
+    settings: str = ""
+    rescored: bool = field(default=False, init=False)  # whether the last comparison asked the trainer
     _expected: Tensor | None = field(default=None)  # [S-1] fp32
+    _replayed: dict[str, Tensor] = field(default_factory=dict)  # URL -> [S-1] fp32 with the routes of that server
     _usual: deque[float] = field(default_factory=lambda: deque(maxlen=_PAST))
 
     async def expect(self) -> None:
         """Scores the text with the trainer's weights. Collective over its ranks."""
         self._expected = (await self._by_trainer([None]))[0]
+        self._replayed = {}
 
-    async def compare(self, clients: Sequence[SGLangClient]) -> tuple[list[Disagreement], float]:
-        """(servers that differ by more than is explained, the greatest gap of the others in nats, 0 without any)."""
+    async def compare(
+        self, clients: Sequence[SGLangClient], *, rescore: bool = True
+    ) -> tuple[list[Disagreement], float]:
+        """(servers that differ by more than is explained, the greatest gap of the others in nats, 0 without any).
+
+        rescore: the trainer may be asked again, with the routes of servers that differ; `rescored` is then set. Without
+        it, what the trainer answered since `expect` is used.
+        """
         assert self._expected is not None, "compare before expect"
-        answers = await asyncio.gather(*(client.score([self.text]) for client in clients))
-        found = [scores for ((scores, _),) in answers]
-        routes = [trace for ((_, trace),) in answers]
-        gaps, bound = [self._gap(x, self._expected) for x in found], self.bound
-        unclear = [i for i, gap in enumerate(gaps) if not gap <= bound and routes[i] is not None]
-        if unclear and self.trainer.shape is not None:
-            again = await self._by_trainer([routes[i] for i in unclear])
-            for i, expected in zip(unclear, again, strict=True):
-                gaps[i] = self._gap(found[i], expected)
-        wrong = [Disagreement(c.url, g, bound) for c, g in zip(clients, gaps, strict=True) if not g <= bound]
-        most = max((g for g in gaps if g <= bound), default=0.0)
+        answers = await asyncio.gather(*(self._scored(client) for client in clients))
+        bound, self.rescored = self.bound, False
+        failed = {c.url: a for c, a in zip(clients, answers, strict=True) if isinstance(a, str)}
+        found = {c.url: a for c, a in zip(clients, answers, strict=True) if not isinstance(a, str)}
+        gaps = {url: self._least_gap(url, scores) for url, (scores, _) in found.items()}
+        unclear = [u for u, gap in gaps.items() if not gap <= bound and found[u][1] is not None]
+        if rescore and unclear and self.trainer.shape is not None:
+            self.rescored = True
+            again = await self._by_trainer([found[url][1] for url in unclear])
+            self._replayed |= dict(zip(unclear, again, strict=True))
+            gaps |= {url: self._least_gap(url, found[url][0]) for url in unclear}
+        wrong = [Disagreement(url, math.nan, bound, why) for url, why in failed.items()]
+        wrong += [Disagreement(url, gap, bound) for url, gap in gaps.items() if not gap <= bound]
+        most = max((gap for gap in gaps.values() if gap <= bound), default=0.0)
         if not wrong:
             self._usual.append(most)
         return wrong, most
+
+    async def _scored(self, client: SGLangClient) -> tuple[Tensor, RoutingTrace | None] | str:
+        """A server's log-probabilities [S-1] and routes, or why there are none."""
+        try:
+            ((scores, trace),) = await client.score([self.text])
+        except RolloutError as e:
+            return str(e)
+        return scores, trace
+
+    def state(self) -> Json:
+        """The gaps of past publications, for a checkpoint."""
+        return {"settings": self.settings, "gaps": list(self._usual)}
+
+    def restore(self, state: Any) -> None:
+        """Restores `state` where it is of these settings; the bound then starts where the saved run's was."""
+        if state["settings"] == self.settings:
+            self._usual.extend(state["gaps"])
 
     @property
     def bound(self) -> float:
@@ -96,6 +133,13 @@ class KnownAnswer:
         if not (self.usual and self._usual):
             return explained
         return min(explained, max(_FACTOR * statistics.median(self._usual), _FLOOR))
+
+    def _least_gap(self, url: str, found: Tensor) -> float:
+        """To what the trainer expects with its own routes or with those that this server sent. A nan, which is greater
+        than every bound, where one of them is."""
+        assert self._expected is not None
+        gaps = [self._gap(found, x) for x in (self._expected, self._replayed.get(url)) if x is not None]
+        return math.nan if any(map(math.isnan, gaps)) else min(gaps)
 
     def _gap(self, found: Tensor, expected: Tensor) -> float:
         """A nan is greater than every bound."""

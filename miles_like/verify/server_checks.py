@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from rich.console import Console
 
-from miles_like.types import Prompt, PublishReport
+from miles_like.types import Prompt, PublishReport, ServerFault, ServerLost
 from miles_like.verify.gate import check_before_start
 from miles_like.verify.known_answer import KnownAnswer
 from miles_like.verify.live import Comparison
@@ -27,13 +28,42 @@ from rollout.sglang.client import SGLangClient
 _Held = Sequence[Mapping[str, str]]  # of each rank of a server: tensor name -> hash
 
 
+class Replacements(Protocol):
+    """Replaces servers of the run, and publishes to some of them (miles_like.run.replacing)."""
+
+    @property
+    def left(self) -> int:
+        """Servers that may still be replaced."""
+
+    @property
+    def limit(self) -> int:
+        """Servers that may be replaced in all."""
+
+    def expect(self) -> None:
+        """A publication begins. Requests to a server that does not answer are sent to others, or wait."""
+
+    async def publish(self, version: int, urls: Collection[str]) -> PublishReport:
+        """Publishes to some of the servers."""
+
+    async def replace(self, faults: Sequence[ServerFault]) -> None:
+        """Stops servers and starts others at their addresses. Raises RuntimeError where one does not start."""
+
+    async def join(self, version: int, urls: Collection[str]) -> PublishReport:
+        """Publishes to servers that were started since, by one full load."""
+
+    def serve(self) -> None:
+        """All servers serve the version."""
+
+
 @dataclass(slots=True, kw_only=True)
 class RunChecks:
     """The checks of one run. Each comparison samples `check_prompts` of `prompts`; the step and the attempt determine
     which.
 
     known: the text that servers score after each publication; None: they are not asked. republish: publishes the
-    trainer's weights again as the version that is given.
+    trainer's weights again as the version that is given. turns: servers and trainer take turns, so that the servers get
+    the weights once more after the trainer was asked. replacements: of servers that a publication left out or that do
+    not compute with its weights; None: the run ends.
     comparison: the settings of a comparison; its prompts and its seed are replaced. idle: whether the servers have no
     request in flight after a publication; their caches are then emptied again.
     """
@@ -49,10 +79,18 @@ class RunChecks:
     seed: int
     idle: bool
     console: Console
+    turns: bool = False
+    replacements: Replacements | None = None
     _published: _Held = field(default=())
+    _times: int = field(default=0, init=False)  # that the version was published
+    # since the last metrics: publications beside the first ones, and servers
+    _republished: int = field(default=0, init=False)
+    _replaced: int = field(default=0, init=False)
 
     async def before_publication(self) -> None:
         """Call with the weights that the publication will send."""
+        if self.replacements is not None:
+            self.replacements.expect()
         if self.known is not None:
             await self.known.expect()
 
@@ -60,31 +98,41 @@ class RunChecks:
         """Call before the first step of a process, and `before_publication` before it, also where nothing is published.
         Raises ValueError, naming the causes, where the sides differ by more than the precision explains, and
         RuntimeError as `published`."""
-        await self._note(step, report)
+        self._times = 0 if report is None else 1
         if report is not None:
-            await self._ask(step)
+            report, _ = await self._settle(step, report)
         if self.check_prompts:
             began = time.perf_counter()
             found = await self._of(step).short(self.clients, flush=True)
             check_before_start(found, self.console, time.perf_counter() - began)
         if report is None or self.check_prompts:  # with turns the comparison has published once more
-            await self._ask(step)
-
-    async def published(self, step: int, report: PublishReport) -> Mapping[str, float]:
-        """Call after the publication of `step` trained steps. Returns metrics.
-
-        Servers that do not compute with the published weights are published to once more. Raises RuntimeError naming
-        them when they still do not, and naming step and causes when two comparisons of different samples both exceed
-        what the precision explains; a rare near-tie exceeds it in one comparison only."""
+            report, _ = await self._settle(step, report)
         await self._note(step, report)
-        figures = await self._ask(step)
-        if not (self.check_prompts and self.check_every) or step % self.check_every:
-            return figures
+
+    async def published(self, step: int, report: PublishReport) -> tuple[PublishReport, Mapping[str, float]]:
+        """Call after the publication of `step` trained steps. Returns its report, with all that was sent, and metrics.
+
+        Servers that do not compute with the published weights are published to once more, then replaced. Raises
+        RuntimeError naming them when they still do not and no further one may be replaced, and naming step and causes
+        when two comparisons of different samples both exceed what the precision explains; a rare near-tie exceeds it in
+        one comparison only."""
+        self._times = 1
+        whole, figures = await self._settle(step, report)
+        if self.check_prompts and self.check_every and not step % self.check_every:
+            await self._compare(step)
+            whole, figures = await self._settle(step, whole)  # with turns the comparison has published once more
+        assert whole is not None, "of a publication"
+        await self._note(step, whole)
+        figures["sync/republications"], figures["sync/replacements"] = float(self._republished), float(self._replaced)
+        self._republished = self._replaced = 0
+        return whole, figures
+
+    async def _compare(self, step: int) -> None:
         found: list[Report] = []
         for attempt in range(2):
             found.append(await self._of(step, attempt).short(self.clients, flush=self.idle))
             if found[-1].ok:
-                return await self._ask(step)  # with turns the comparison has published once more
+                return
         raise RuntimeError(
             f"after step {step} trainer and rollout differ: {found[-1].sentence()}. Two comparisons of "
             f"{self.check_prompts} prompts failed; nothing of this step is saved: `miles-like verify` attributes the "
@@ -97,7 +145,7 @@ class RunChecks:
         if not (self._due(step) and self._published):
             return
         for client, held in zip(self.clients, await self._held(), strict=True):
-            if wrong := differing(self._published, held):
+            if held is not None and (wrong := differing(self._published, held)):
                 shown = f"{', '.join(wrong[:3])}{', ...' if len(wrong) > 3 else ''}"
                 raise RuntimeError(
                     f"step {step + 1}: server {client.url} holds other weights than were published to it as version "
@@ -105,24 +153,81 @@ class RunChecks:
                     "memory and what else publishes to the server; --resume continues from the last checkpoint"
                 )
 
-    async def _ask(self, step: int) -> Mapping[str, float]:
-        """Let every server score the known text."""
-        if self.known is None:
-            return {}
-        wrong, gap = await self.known.compare(self.clients)
-        if wrong:
-            described = "; ".join(w.sentence() for w in wrong)
-            self.console.print(f"{'':12}version {step} is published again: {described}", markup=False, soft_wrap=True)
-            await self._note(step, await self.republish(step))
-            wrong, gap = await self.known.compare(self.clients)
-        if wrong:
-            described = "; ".join(w.sentence() for w in wrong)
-            raise RuntimeError(
-                f"version {step} was published twice, and servers do not compute with it: {described} (median of "
-                f"{len(self.known.text) - 1} tokens that all servers score). No sample of it is trained: `miles-like "
-                "verify` names tensors and layers, --resume goes on from the last checkpoint"
-            )
-        return {"mismatch/known_answer": gap}
+    async def _settle(self, step: int, report: PublishReport | None) -> tuple[PublishReport | None, dict[str, float]]:
+        """Let every server score the known text, and repair those that do not serve version `step`. report: of its
+        publication so far; it is returned with what was sent since. Also returns metrics."""
+        faults = [] if report is None else list(report.failed)
+        wrong, gap = await self._wrong({c.url for c in self.clients} - {f.url for f in faults})
+        if (faults := [*faults, *wrong]) and any(f.answers for f in faults):
+            report, faults, gap = await self._again(step, report, faults)
+        while faults:
+            report, faults, more = await self._replace(step, report, faults)
+            gap = max(gap, more)
+        if self.replacements is not None:
+            self.replacements.serve()
+        return report, {} if self.known is None else {"mismatch/known_answer": gap}
+
+    async def _again(
+        self, step: int, report: PublishReport | None, faults: Sequence[ServerFault]
+    ) -> tuple[PublishReport, list[ServerFault], float]:
+        """Publishes once more, to all servers that answer. Returns as `_replace`."""
+        again = " again" if self._times else ""
+        text = f"version {step} is published{again}: {'; '.join(f.why for f in faults if f.answers)}"
+        self.console.print(f"{'':12}{text}", markup=False, soft_wrap=True)
+        dead = [f for f in faults if not f.answers]
+        there = {c.url for c in self.clients} - {f.url for f in dead}
+        if dead and self.replacements is not None:
+            later = await self.replacements.publish(step, there)
+        else:
+            later = await self.republish(step)
+        self._times, self._republished = self._times + 1, self._republished + 1
+        wrong, gap = await self._wrong(there - {f.url for f in later.failed})
+        return later if report is None else report.followed_by(later), [*dead, *later.failed, *wrong], gap
+
+    async def _replace(
+        self, step: int, report: PublishReport | None, faults: Sequence[ServerFault]
+    ) -> tuple[PublishReport, list[ServerFault], float]:
+        """Replaces servers, which join at version `step`. Returns the report of all that was sent of it, the faults of
+        those that were started, and the greatest gap of the others."""
+        replacements, urls = self.replacements, {f.url for f in faults}
+        if replacements is None or replacements.left < len(faults):
+            raise RuntimeError(self._refusal(step, faults))
+        await replacements.replace(faults)
+        self._replaced += len(faults)
+        joined = await replacements.join(step, urls)
+        wrong, gap = await self._wrong(urls - {f.url for f in joined.failed})
+        if report is not None and report.checksums and joined.checksums and report.checksums != joined.checksums:
+            which = ", ".join(differing(report.checksums, joined.checksums)[:3])
+            wrong += [
+                ServerFault(url, f"server {url} holds other weights than the others ({which})", True)
+                for url in sorted(urls - {f.url for f in [*joined.failed, *wrong]})
+            ]
+        whole = joined if report is None else report.followed_by(joined)
+        return whole, [*joined.failed, *wrong], gap
+
+    def _refusal(self, step: int, faults: Sequence[ServerFault]) -> str:
+        times = {1: "once", 2: "twice"}.get(self._times, f"{self._times} times")
+        scored = "" if self.known is None else f" (median of {len(self.known.text) - 1} tokens that all servers score)"
+        bound = ""
+        if self.replacements is not None:
+            done = self.replacements.limit - self.replacements.left
+            bound = f" Servers replaced in this run: {done}; publish.replacements = {self.replacements.limit}."
+        return (
+            f"version {step} was published {times}, and servers do not compute with it: "
+            f"{'; '.join(f.why for f in faults)}{scored}.{bound} No sample of it is trained: `miles-like verify` names "
+            "tensors and layers, --resume goes on from the last checkpoint"
+        )
+
+    async def _wrong(self, urls: Collection[str]) -> tuple[list[ServerFault], float]:
+        """Which of the servers at `urls` do not compute with the weights that they are left with, and the greatest gap
+        of the others in nats."""
+        asked = [client for client in self.clients if client.url in urls]
+        if self.known is None or not asked:
+            return [], 0.0
+        wrong, gap = await self.known.compare(asked)
+        if self.turns and self.known.rescored:  # the trainer had its turn, so the servers get the weights again
+            wrong, gap = await self.known.compare(asked, rescore=False)
+        return [ServerFault(w.url, w.sentence(), answers=True) for w in wrong], gap
 
     def _due(self, step: int) -> bool:
         return bool(self.checksums_every) and (step + 1) % self.checksums_every == 0
@@ -131,10 +236,21 @@ class RunChecks:
         """Record the checksums that the servers must still have before the next step trains."""
         self._published = ()
         if self._due(step):
-            self._published = (report.checksums if report else ()) or (await self._held())[0]
+            own = [] if report and report.checksums else [held for held in await self._held() if held is not None]
+            self._published = report.checksums if report and report.checksums else own[0]
 
-    async def _held(self) -> list[_Held]:
-        return [reply.per_rank for reply in await asyncio.gather(*(c.checksum() for c in self.clients))]
+    async def _held(self) -> list[_Held | None]:
+        """Of each server; None for one that does not answer and is replaced at the next publication."""
+
+        async def held(client: SGLangClient) -> _Held | None:
+            try:
+                return (await client.checksum()).per_rank
+            except ServerLost:
+                if self.replacements is None or not self.replacements.left:
+                    raise
+                return None
+
+        return list(await asyncio.gather(*(held(client) for client in self.clients)))
 
     def _of(self, step: int, attempt: int = 0) -> Comparison:
         n = self.check_prompts

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Collection, Sequence
 
 from miles_like.protocols import RolloutEngine
-from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
+from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, ServerLost
 from rollout.concurrency import all_or_first_error
 
 
@@ -14,23 +15,37 @@ class EnginePool:
 
     Sampling seeds depend on the prompt, not on the engine: the distribution changes no token if the engines' results do
     not depend on the batch.
+
+    lost: called with the reason when an engine does not answer. It then gets no request until `restore`, and what it
+    was asked is asked again elsewhere. Where no engine is left, requests wait while a publication goes on (`expect`),
+    which replaces those that do not answer; else the error is raised, as it always is with None.
     """
 
-    def __init__(self, engines: Sequence[RolloutEngine]) -> None:
+    def __init__(self, engines: Sequence[RolloutEngine], lost: Callable[[str], None] | None = None) -> None:
         if not engines:
             raise ValueError("a pool of 0 engines: rollout.servers must be at least 1")
         self._engines = tuple(engines)
         self._load = [0] * len(engines)  # upper bound on the tokens of each engine's prompts in flight
+        self._lost = lost
+        self._out: dict[int, ServerLost | None] = {}  # engines that get no request, with their errors
+        self._expected = False
+        self._restored = asyncio.Event()
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
         """Groups in the order of `prompts`. The first error of an engine cancels the requests to the others."""
         costs = [len(p.token_ids) + n * params.max_new_tokens for p in prompts]
+        await self._some_engine()
         shares: list[list[int]] = [[] for _ in self._engines]
         for i, cost in enumerate(costs):
             shares[self._assign(cost)].append(i)
 
         async def sample_on(e: int) -> Sequence[SampleGroup]:
-            return await self._engines[e].generate([prompts[i] for i in shares[e]], n=n, params=params)
+            share = [prompts[i] for i in shares[e]]
+            try:
+                return await self._engines[e].generate(share, n=n, params=params)
+            except ServerLost as error:
+                self._leave_out(e, error)
+            return await self.generate(share, n=n, params=params)
 
         busy = [e for e, share in enumerate(shares) if share]
         try:
@@ -49,20 +64,62 @@ class EnginePool:
     ) -> Sample:
         """On the engine with the least load. Any engine can continue any sample, because all its tokens are sent."""
         cost = len(sample.token_ids) + len(environment) + params.max_new_tokens
-        e = self._assign(cost)
-        try:
-            return await self._engines[e].continue_sample(sample, environment, params=params)
-        finally:
-            self._load[e] -= cost
+        while True:
+            await self._some_engine()
+            e = self._assign(cost)
+            try:
+                return await self._engines[e].continue_sample(sample, environment, params=params)
+            except ServerLost as error:
+                self._leave_out(e, error)
+            finally:
+                self._load[e] -= cost
 
     def _assign(self, cost: int) -> int:
         """Add `cost` tokens to the engine with the least load and return its index."""
-        e = min(range(len(self._engines)), key=self._load.__getitem__)
+        e = min((e for e in range(len(self._engines)) if e not in self._out), key=self._load.__getitem__)
         self._load[e] += cost
         return e
 
+    # ---- engines that are left out
+
+    def expect(self) -> None:
+        """A publication begins; it ends with `restore`, or the run ends."""
+        self._expected = True
+
+    def leave_out(self, urls: Collection[str]) -> None:
+        """Send no further request to the engines at `urls` until `restore`."""
+        self._out |= {e: None for e, engine in enumerate(self._engines) if getattr(engine, "url", None) in urls}
+
+    def restore(self) -> None:
+        """All engines serve the same weights again."""
+        self._out, self._expected = {}, False
+        self._restored.set()
+
+    async def _some_engine(self) -> None:
+        """Return once there is an engine that is not left out. Raises ServerLost where none is expected to return."""
+        while len(self._out) == len(self._engines):
+            if not self._expected:
+                raise next((e for e in self._out.values() if e is not None), ServerLost("no server is left"))
+            self._restored.clear()
+            await self._restored.wait()
+
+    def _leave_out(self, e: int, error: ServerLost) -> None:
+        if self._lost is None:
+            raise error
+        if e not in self._out:
+            self._lost(str(error))
+            self._out[e] = error
+
+    # ---- all engines
+
     async def abort_all(self) -> None:
-        await all_or_first_error([e.abort_all() for e in self._engines])
+        async def abort(e: int) -> None:
+            try:
+                await self._engines[e].abort_all()
+            except ServerLost as error:
+                self._leave_out(e, error)
+
+        await all_or_first_error([abort(e) for e in range(len(self._engines)) if e not in self._out])
 
     async def pause(self) -> None:
         await all_or_first_error([e.pause() for e in self._engines])

@@ -31,6 +31,7 @@ from tests.support.refusals import check_refusal
 STEPS = 10
 RUN = (
     *SMALL,
+    *("--set", "publish.replacements=0"),
     *("--set", f"train.steps={STEPS}"),
     *("--set", "eval.every=4"),
     *("--set", "rollout.request_timeout_s=60.0"),
@@ -184,7 +185,7 @@ def test_a_run_killed_four_times_is_the_run_that_was_never_killed(whole: Path, r
         assert not (run_dir / ".complete.json").exists()
     moment = "it depends on the moment"
     check_refusal(errors["in_step"], "a worker process died", "logs/", unrecorded=moment)
-    facts = ("were not published", "restart them", "restart the run with --resume")
+    facts = ("were not published", "restart the run with --resume")
     check_refusal(errors["in_publication"], *facts, unrecorded=moment)
     done = run("--run-dir", str(run_dir), *RUN, "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -193,3 +194,19 @@ def test_a_run_killed_four_times_is_the_run_that_was_never_killed(whole: Path, r
         assert kept[0] == kept[1], f"samples of step {step}"
     assert (run_dir / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes()
     assert untimed(run_dir / "metrics.jsonl") == untimed(whole / "metrics.jsonl")
+
+
+@pytest.mark.long(beside="tests/laws/test_replaced_servers.py")
+def test_a_run_whose_only_server_dies_in_a_publication_goes_on(whole: Path, home: Path) -> None:
+    """Another is started in its slot; what was in flight on it waits, and is sampled again."""
+    run_dir = home / "replaced"
+    with started(run_dir, *RUN, "--set", "publish.replacements=3") as process:
+        seen, family = caught(process, run_dir, in_publication, 0)
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors[-3000:]
+        _, alive = psutil.wait_procs([p for p in family if p not in agents(family)], timeout=60)
+        assert not alive, [p.cmdline() for p in alive]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert seen["paused"] and sum(row.get("sync/replacements", 0.0) for row in rows) == 1
+    assert (run_dir / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes()
+    assert untimed(run_dir / "metrics.jsonl", "sync/") == untimed(whole / "metrics.jsonl", "sync/")

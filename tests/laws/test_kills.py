@@ -25,13 +25,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_bridge.convert.directory.torch_dist import TorchDist
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.checkpoint.run_state import load
 from tests.support.chosen import later
 from tests.support.forked import tail
 from tests.support.kill_points import VICTIMS, Kill, witnesses
-from tests.support.local_run import Runs, untimed
+from tests.support.local_run import Runs, tensors, untimed
 
 HERE = "tests/laws/test_kills.py"
 STEPS = 8  # each save but the last two is whole before two more publications
@@ -133,17 +132,6 @@ def killed(runs: Runs, run_dir: Path, settings: Sequence[str], blow: Kill) -> di
     assert believed(found[0]), found[0]
     assert code == (-signal.SIGKILL if blow.victim == "driver" else 2), f"{blow}: {code}; {log} ends:\n{tail(log)}"
     return found[0]
-
-
-def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All that a trainer's checkpoint holds: weights, the optimizer's state, step numbers."""
-    source = TorchDist(checkpoint)
-    out = {}
-    for name in source.names():
-        shape = source.stored(name).shape
-        out[name] = source.read(name, (0,) * len(shape), shape)
-    source.close()
-    return out
 
 
 def same(run_dir: Path, whole: Path, steps: int) -> None:

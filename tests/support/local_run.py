@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from tests.support.forked import BUSY_S, USERS_ERRORS, Forked, Starter, answers, tail
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +55,7 @@ QUICK = (  # a deterministic run of little work, which still learns something at
     "checkpoint.every=1",
     "checkpoint.keep=3",
     "publish.bucket_bytes=20000",
+    "publish.replacements=0",
     "reward.name=tests.support.local_run:low_tokens",
 )
 
@@ -97,8 +100,18 @@ def named(loop: str | None) -> Any:
     return next(c for c in found if isinstance(c, type) and issubclass(c, Controller) and c is not Controller)
 
 
-def drive(run_dir: Path, home: Path, settings: Sequence[str], kill: Any, loop: str | None = None) -> int:
-    """The driver's process: the run from where it stands, to its end; the exit status of the command line."""
+def drive(
+    run_dir: Path,
+    home: Path,
+    settings: Sequence[str],
+    kill: Any,
+    loop: str | None = None,
+    *,
+    in_server: Callable[[int], None] = lambda number: None,
+    spares: int = 0,
+) -> int:
+    """The driver's process: the run from where it stands, to its end; the exit status of the command line. in_server:
+    called in the process of each server before it serves, not in those of the spares, which replace them."""
     from rich.console import Console
 
     from miles_like.cluster.rank import Rank
@@ -122,14 +135,20 @@ def drive(run_dir: Path, home: Path, settings: Sequence[str], kill: Any, loop: s
         ]
         for role, make in makes.items()
     }
+
+    def server(number: int) -> Any:
+        in_server(number)
+        return kill_points.watched_server(_Server)
+
     servers = [
-        Forked(f"rollout server {i}", answers(lambda: kill_points.watched_server(_Server)), logs / f"server_{i}.log")
+        Forked(f"rollout server {i}", answers(functools.partial(server, i)), logs / f"server_{i}.log")
         for i in range(config.rollout.servers)
     ]
+    extra = [Forked(f"spare server {i}", answers(_Server), logs / f"spare_{i}.log") for i in range(spares)]
     kill_points.introduce(driver=os.getpid(), rank=ranks["trainer"][-1].pid, server=servers[-1].pid)
     try:
         plan = model_plan(config, run_dir, home / "hf", home / "megatron")
-        launcher = LocalLauncher(ranks, servers)
+        launcher = LocalLauncher(ranks, servers, extra)
         kill_points.watch_driver(launcher)
         console = Console(highlight=False, width=200)
         train_module.train(plan, console, resume=True, launcher=launcher, controller=named(loop))
@@ -138,7 +157,7 @@ def drive(run_dir: Path, home: Path, settings: Sequence[str], kill: Any, loop: s
         print(f"error: {e}", flush=True)
         return 2
     finally:
-        for process in (*itertools.chain(*ranks.values()), *servers):
+        for process in (*itertools.chain(*ranks.values()), *servers, *extra):
             process.kill()
     return 0
 
@@ -190,11 +209,24 @@ class Runs:
 # ---- what a run left
 
 
-def untimed(metrics: Path) -> bytes:
-    """metrics.jsonl without its timings."""
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All that a trainer's checkpoint holds: weights, the optimizer's state, step numbers."""
+    from megatron_bridge.convert.directory.torch_dist import TorchDist
+
+    source = TorchDist(checkpoint)
+    out = {}
+    for name in source.names():
+        shape = source.stored(name).shape
+        out[name] = source.read(name, (0,) * len(shape), shape)
+    source.close()
+    return out
+
+
+def untimed(metrics: Path, *more: str) -> bytes:
+    """metrics.jsonl without its timings, and without the metrics that begin with `more`."""
     from miles_like.report.metrics import TIMINGS
 
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return "".join(
-        json.dumps({k: v for k, v in row.items() if not k.startswith(TIMINGS)}) + "\n" for row in rows
+        json.dumps({k: v for k, v in row.items() if not k.startswith((*TIMINGS, *more))}) + "\n" for row in rows
     ).encode()

@@ -141,8 +141,17 @@ class RolloutSide:
             occupation=self.occupations.setdefault(url, Occupation(url)),
         )
 
-    def publisher(self, urls: Sequence[str], *, ours: bool = True, key: ServerKey | None = None) -> PublisherRecipe:
-        """The factory of the publishers to the servers at `urls`. ours, key: as in `client`."""
+    def publisher(
+        self,
+        urls: Sequence[str],
+        *,
+        ours: bool = True,
+        key: ServerKey | None = None,
+        goes_on: bool = False,
+        joins: bool = False,
+    ) -> PublisherRecipe:
+        """The factory of the publishers to the servers at `urls`. ours, key: as in `client`. goes_on, joins: as in
+        `PublishTarget`."""
         plan, c = self.plan, self.plan.config
         hf, shared = plan.hf.config, (plan.run_dir / "published").resolve()
         handles = _handles(c, urls) if ours else None
@@ -158,6 +167,8 @@ class RolloutSide:
             backend="nccl" if stock_gpus else "gloo",
             timeout_s=c.rollout.request_timeout_s,
             key=self.key if ours else key,
+            goes_on=goes_on,
+            joins=joins,
         )
         return PublisherRecipe(target, SharedDirectory(path=shared, hf_config=hf, copy_from=plan.served.resolve()))
 

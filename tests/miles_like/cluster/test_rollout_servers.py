@@ -99,8 +99,28 @@ def test_servers_report_their_phases_and_are_named_when_they_die(home: Path) -> 
         facts: Facts = ("no connection", "rollout server 1", "SIGKILL", home / "logs" / f"embedded_{port}.log")
         with refuses(RuntimeError, *facts, unrecorded="a free port"), servers.naming_failures():
             raise RuntimeError("no connection")
+        _one_takes_its_place(servers, urls)
     finally:
         servers.stop()
+
+
+def _one_takes_its_place(servers: RayServers, urls: list[str]) -> None:
+    """At the same URL, as the one that is replaced while it runs; the other server is not touched."""
+    started = _started(urls[0])
+    for _ in range(2):
+        seen: list[str] = []
+        before = _started(urls[1])
+        servers.replace([urls[1]], seen.append)
+        assert seen[-1] == "rollout server 1 of 2: ready" and all(s.startswith("rollout server 1") for s in seen)
+        assert _started(urls[1]) not in (None, before) and servers.failure() is None
+    assert _started(urls[0]) == started
+
+
+def _started(url: str) -> float | None:
+    try:
+        return float(httpx.get(f"{url}/server_info").json()["started_ts"])
+    except httpx.HTTPError:
+        return None
 
 
 def _command(process: Path) -> str:

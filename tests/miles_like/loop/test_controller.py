@@ -125,9 +125,9 @@ class World:
     async def before_publication(self) -> None:
         """As before."""
 
-    async def published(self, step: int, report: PublishReport) -> Mapping[str, float]:
+    async def published(self, step: int, report: PublishReport) -> tuple[PublishReport, Mapping[str, float]]:
         assert report.version == step
-        return {}
+        return report, {}
 
     def due(self, step: int, *, last: bool) -> bool:
         return last or bool(self.eval_every and step % self.eval_every == 0)

@@ -74,6 +74,7 @@ def run_of(plan: ModelPlan, trainer: Any = None, **more: Any) -> TrainingRun:
     console = Console(quiet=True)
     parts: dict[str, Any] = {
         "rollout": (rollout := RolloutSide(plan=plan)),
+        "servers": None,
         "algorithm": run_algorithm(plan.config),
         "runner": rollout.episode_runner(),
         "prompts": None,

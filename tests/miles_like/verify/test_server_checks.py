@@ -16,6 +16,7 @@ from rich.console import Console
 
 from miles_like.types import PublishReport, SamplingParams
 from miles_like.verify.server_checks import RunChecks, differing
+from rollout.sglang.client import NoAnswer
 from rollout.wire.control import ChecksumReply, RankReply
 from tests.support.refusals import refuses
 
@@ -131,6 +132,18 @@ def test_without_those_of_the_publication_the_server_s_own_after_it_count() -> N
     with refuses(RuntimeError, 0, 1):
         asyncio.run(run())
     steps(replace(made, clients=(Server(),)), 3, None)
+
+
+def test_a_server_that_does_not_answer_is_left_to_the_next_publication_if_that_replaces_it() -> None:
+    class Dead(Server):
+        async def checksum(self) -> ChecksumReply:
+            raise NoAnswer(f"server {self.url} cannot be reached")
+
+    spares: Any = SimpleNamespace(left=1, expect=lambda: None, serve=lambda: None)
+    steps(checks(Server(), Dead(url="http://b"), replacements=spares)[0], 2)
+    for none in (None, SimpleNamespace(left=0, expect=lambda: None, serve=lambda: None)):
+        with refuses(NoAnswer, "http://b"):
+            steps(checks(Server(), Dead(url="http://b"), replacements=none)[0], 2)
 
 
 def test_what_differs() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from miles_like.types import SamplingParams
 from rollout.episodes.pool import EnginePool
-from rollout.sglang.client import RolloutError
+from rollout.sglang.client import NoAnswer, RolloutError
 from tests.support.fakes import FakeEngine, make_prompt
 from tests.support.refusals import refuses
 
@@ -105,3 +106,94 @@ def test_control_reaches_every_engine() -> None:
     asyncio.run(run())
     with refuses(ValueError, 0, "rollout.servers", 1):
         EnginePool([])
+
+
+# ---- engines that do not answer
+
+
+class Mortal(FakeEngine):
+    """Does not answer while `dead`."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url, self.dead, self.aborted = url, False, 0
+
+    def check(self) -> None:
+        if self.dead:
+            raise NoAnswer(f"server {self.url} cannot be reached")
+
+    async def generate(self, prompts: Any, *, n: int, params: SamplingParams) -> Any:
+        await asyncio.sleep(0)
+        self.check()
+        return await super().generate(prompts, n=n, params=params)
+
+    async def continue_sample(self, sample: Any, environment: Any = (), *, params: SamplingParams) -> Any:
+        self.check()
+        return await super().continue_sample(sample, environment, params=params)
+
+    async def abort_all(self) -> None:
+        self.check()
+        self.aborted += 1
+
+
+def mortals(n: int = 2) -> tuple[list[Mortal], EnginePool, list[str]]:
+    engines, said = [Mortal(f"http://{i}") for i in range(n)], list[str]()
+    return engines, EnginePool(engines, lost=said.append), said
+
+
+def test_what_an_engine_was_asked_that_does_not_answer_is_asked_elsewhere() -> None:
+    async def run() -> None:
+        engines, pool, said = mortals()
+        engines[0].dead = True
+        groups = await pool.generate(PROMPTS, n=2, params=PARAMS)
+        assert [g.prompt for g in groups] == PROMPTS and len(engines[1].asked) == 7 and not engines[0].asked
+        assert said == ["server http://0 cannot be reached"] and pool._load == [0, 0]
+        sample = groups[0].samples[0]
+        for _ in range(3):
+            await pool.continue_sample(sample, params=PARAMS)
+        await pool.abort_all()
+        assert (engines[0].aborted, engines[1].aborted, len(said)) == (0, 1, 1)
+        engines[0].dead = False
+        pool.restore()
+        await pool.generate(PROMPTS, n=2, params=PARAMS)
+        assert len(engines[0].asked) == 4
+
+    asyncio.run(run())
+
+
+def test_without_a_remedy_an_engine_that_does_not_answer_is_an_error() -> None:
+    async def run() -> None:
+        engine = Mortal("http://a")
+        engine.dead = True
+        for call in (EnginePool([engine]), EnginePool([engine], lost=lambda why: None)):
+            with refuses(NoAnswer, "http://a"):
+                await call.generate(PROMPTS, n=1, params=PARAMS)
+
+    asyncio.run(run())
+
+
+def test_while_a_publication_replaces_the_last_engine_requests_wait() -> None:
+    async def run() -> None:
+        (engine,), pool, said = mortals(1)
+        pool.expect()
+        engine.dead = True
+        waiting = asyncio.create_task(pool.generate(PROMPTS, n=1, params=PARAMS))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(said) == 1 and not waiting.done()
+        engine.dead = False
+        pool.restore()
+        assert [g.prompt for g in await waiting] == PROMPTS
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_left_out_gets_no_request() -> None:
+    async def run() -> None:
+        engines, pool, _ = mortals()
+        pool.leave_out({"http://1"})
+        await pool.generate(PROMPTS, n=1, params=PARAMS)
+        await pool.abort_all()
+        assert (len(engines[0].asked), len(engines[1].asked), engines[1].aborted) == (7, 0, 0)
+
+    asyncio.run(run())
