@@ -15,9 +15,9 @@ from miles_like.config.sections.eval import EvalSet
 from miles_like.protocols import RewardFn, RolloutEngine
 from miles_like.report.metrics import eval_metrics
 from miles_like.report.progress import PhaseBar
-from miles_like.types import Prompt, SampleGroup, SamplingParams
+from miles_like.types import Prompt, SampleGroup, SamplingParams, ServerLost
 from rollout.episodes.groups import run_groups
-from rollout.episodes.pool import EnginePool
+from rollout.episodes.pool import EnginePool, Lost
 from rollout.episodes.runner import SINGLE_TURN, EpisodeRunner
 from rollout.prompts.config import DataConfig
 from rollout.prompts.mix import PromptSource
@@ -83,6 +83,7 @@ async def answers(
     version: int,
     alone: bool,
     runner: EpisodeRunner = SINGLE_TURN,
+    lost: Lost | None = None,
 ) -> Answers:
     """Samples answers from the whole distribution at the set's temperature, greedily, or both, as the set is
     configured.
@@ -90,10 +91,10 @@ async def answers(
     params: defaults of temperature and length for a set that does not set them. alone: no other request is in flight,
     and the engines drop their prefix caches afterwards: which prefixes are cached changes last bits of the next
     rollout, so a resumed run and one that never stopped must start from the same cache. runner: the run's, so that a
-    model is evaluated in the episodes that it is trained in. Raises RuntimeError for an answer with a
-    token of another weight version than `version`.
+    model is evaluated in the episodes that it is trained in. lost: as of EnginePool. Raises RuntimeError for an answer
+    with a token of another weight version than `version`.
     """
-    c, engine = held.config, runner.wrap(EnginePool(engines))
+    c, engine = held.config, runner.wrap(EnginePool(engines, lost))
     asked = dataclasses.replace(
         params,
         temperature=params.temperature if c.temperature is None else c.temperature,
@@ -111,7 +112,11 @@ async def answers(
     sampled = await ask(c.sampled, asked)
     if alone:
         for e in engines:
-            await e.flush_cache()
+            try:
+                await e.flush_cache()
+            except ServerLost:
+                if lost is None:
+                    raise
     return Answers(config=c, greedy=greedy, sampled=sampled)
 
 
@@ -123,11 +128,12 @@ async def evaluate(
     version: int,
     alone: bool,
     runner: EpisodeRunner = SINGLE_TURN,
+    lost: Lost | None = None,
 ) -> dict[str, float]:
     """`eval/{set}/...` of all sets at a weight version; arguments and errors as in `answers`. Empty without sets."""
     out = dict[str, float]()
     for held in sets:
-        found = await answers(engines, held, params=params, version=version, alone=alone, runner=runner)
+        found = await answers(engines, held, params=params, version=version, alone=alone, runner=runner, lost=lost)
         out |= found.figures()
     return out
 
@@ -137,7 +143,7 @@ class Evaluator:
     """Evaluates published weights on the held-out sets of a run, which `engines` answer.
 
     every: steps between two evaluations; 0: only before the first and after the last step. seed: of the run. alone,
-    runner: as in `answers`.
+    runner, lost: as in `answers`.
     """
 
     engines: Sequence[Examined]
@@ -148,6 +154,7 @@ class Evaluator:
     every: int
     progress: PhaseBar
     runner: EpisodeRunner = SINGLE_TURN
+    lost: Lost | None = None
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether weights are evaluated after `step` steps."""
@@ -158,7 +165,13 @@ class Evaluator:
         self.progress.phase(version, "evaluate")
         params = dataclasses.replace(self.params, sampling_seed=seed_of(self.seed, f"eval {version}"))
         return await evaluate(
-            self.engines, self.sets, params=params, version=version, alone=self.alone, runner=self.runner
+            self.engines,
+            self.sets,
+            params=params,
+            version=version,
+            alone=self.alone,
+            runner=self.runner,
+            lost=self.lost,
         )
 
 

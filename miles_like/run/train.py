@@ -210,8 +210,8 @@ class TrainingRun:
         c = self.config
         clients = [self.rollout.client(url) for url in urls]
         # the state of an episode and of a user's generate function is not saved: they begin again after a resume
-        may_replace = c.publish.replacements > 0 and not c.takes_turns
-        pool = EnginePool(clients, lost=self._lost if may_replace else None)
+        lost = self._lost if (may_replace := c.publish.replacements > 0 and not c.takes_turns) else None
+        pool = EnginePool(clients, lost)
         partial = PartialRollouts(pool, keep_groups=not c.rollout.has_episode_runner)
         engine = self.runner.wrap(partial)
         if c.takes_turns:
@@ -222,12 +222,11 @@ class TrainingRun:
         turns = None if self._taking is None else self._taking.turns
         checked = clients if turns is None else [self.rollout.client(url, turns=turns) for url in urls]
         eval_clients = [self.rollout.client(url, routing=False, turns=turns) for url in urls]
-        replacements = self.replacements(pool, urls) if may_replace else None
         self.trainer.connect(self.rollout.publisher(urls, goes_on=may_replace))
         packs = packer(self.plan, self.trainer.dp_size, replayed=False, balanced=True)
         teachers = self.teachers.teachers(self.trainer, eval_clients, packs, self.prompts.source.all())
         await teachers.start()  # before a publication: some are loaded by the trainer, which may sleep afterwards
-        checks = self.checks(checked, replacements)
+        checks = self.checks(checked, self.replacements(pool, urls) if may_replace else None)
         first, published = await self.publish_first(checks)
         await checks.at_start(first, published)
         with PhaseBar(c.train.steps, self.console) as progress:
@@ -240,6 +239,7 @@ class TrainingRun:
                 every=c.eval.every,
                 progress=progress,
                 runner=self.runner,
+                lost=lost,
             )
             loop = self.compose(
                 engine, partial, evaluator, checks, teachers if c.distillation.teaching else None, first

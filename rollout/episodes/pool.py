@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from miles_like.protocols import RolloutEngine
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, ServerLost
 from rollout.concurrency import all_or_first_error
+
+
+class Lost(Protocol):
+    """What is done when an engine does not answer."""
+
+    def __call__(self, why: str, /) -> None: ...
 
 
 class EnginePool:
@@ -21,7 +28,7 @@ class EnginePool:
     which replaces those that do not answer; else the error is raised, as it always is with None.
     """
 
-    def __init__(self, engines: Sequence[RolloutEngine], lost: Callable[[str], None] | None = None) -> None:
+    def __init__(self, engines: Sequence[RolloutEngine], lost: Lost | None = None) -> None:
         if not engines:
             raise ValueError("a pool of 0 engines: rollout.servers must be at least 1")
         self._engines = tuple(engines)

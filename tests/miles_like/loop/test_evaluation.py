@@ -14,7 +14,7 @@ from miles_like.config.load import dump_config, load_config
 from miles_like.config.sections.eval import EvalSet
 from miles_like.loop.evaluation import Answers, HeldOut, evaluate
 from miles_like.rewards.load import scored_by
-from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
+from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, ServerLost
 from tests.support.fakes import FakeEngine, make_prompt
 from tests.support.refusals import Facts, refuses
 
@@ -54,10 +54,12 @@ def _right_if_first(prompt: Prompt, sample: Sample) -> float:
     return float(sample.index == 0)
 
 
-def _evaluated(engines: Sequence[Cached], *configs: EvalSet, alone: bool = True, version: int = 0) -> dict[str, float]:
+def _evaluated(
+    engines: Sequence[Cached], *configs: EvalSet, alone: bool = True, version: int = 0, lost: Any = None
+) -> dict[str, float]:
     prompts = [make_prompt(f"p{i}") for i in range(3)]
     sets = [HeldOut(config=c, prompts=prompts, reward=scored_by(_right_if_first)) for c in configs]
-    return asyncio.run(evaluate(engines, sets, params=PARAMS, version=version, alone=alone))
+    return asyncio.run(evaluate(engines, sets, params=PARAMS, version=version, alone=alone, lost=lost))
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,24 @@ def test_a_cache_is_left_alone_while_others_sample() -> None:
     engine = Cached()
     _evaluated([engine], HELD, alone=False)
     assert engine.cached
+
+
+class Dead(Cached):
+    async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> list[SampleGroup]:
+        raise ServerLost("server http://a cannot be reached")
+
+    async def flush_cache(self) -> None:
+        raise ServerLost("server http://a cannot be reached")
+
+
+def test_a_server_that_does_not_answer_is_left_to_the_next_publication_if_that_replaces_it() -> None:
+    lost: list[str] = []
+    found = {"eval/held/avg@1": 1.0, "eval/held/unscored_frac": 0.0}
+    assert _evaluated([Dead(), Cached()], HELD, lost=lost.append) == found and len(lost) == 1
+    with refuses(ServerLost, "http://a"):
+        _evaluated([Dead(), Cached()], HELD)
+    with refuses(ServerLost, "http://a"):
+        _evaluated([Dead()], HELD, lost=lost.append)
 
 
 def test_no_sets_are_no_metrics() -> None:
