@@ -16,11 +16,12 @@ a GPU in common, they share that GPU and take turns on it (colocation); which GP
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_bridge.config import ParallelConfig
-from miles_like.config.sections.cluster import ClusterConfig, Pool, PoolName
+from miles_like.config.sections.cluster import ClusterConfig, Pool, PoolName, server_places
 from rollout.config import RolloutConfig
 
 Role = PoolName
@@ -36,6 +37,7 @@ class Slot:
     gpus: tuple[int, ...]  # positions among the node's GPUs that the run has reserved; empty on CPU
     node_rank: int = 0  # in a server that spans nodes
     nnodes: int = 1
+    stock: bool = False  # of a server of stock SGLang
 
 
 class PortShare(NamedTuple):
@@ -60,7 +62,7 @@ class PlacementPlan:
     def ports_of(self, role: Role) -> PortShare:
         """The share of the servers of a role in the ports of the run's servers: the rollout's, then the teachers'."""
         rollout = len({s.index for s in self.of("rollout")})
-        teachers = len({s.index for s in self.of("teachers") if s.gpus})
+        teachers = 1 + max((s.index for s in self.of("teachers") if s.stock), default=-1)
         return PortShare(0 if role == "rollout" else rollout, rollout + teachers)
 
     @property
@@ -78,10 +80,13 @@ _TRAINED, _SERVED = ("trainer", "critic"), ("rollout",)
 
 
 def plan_placement(
-    cluster: ClusterConfig, parallel: ParallelConfig, rollout: RolloutConfig | None, teachers: int = 0
+    cluster: ClusterConfig,
+    parallel: ParallelConfig,
+    rollout: RolloutConfig | None,
+    teachers: Sequence[RolloutConfig] = (),
 ) -> PlacementPlan:
-    """The node and GPUs of each rank and server. rollout: None for a run without servers. teachers: servers that the
-    run starts for them: stock ones on GPUs of their pool, embedded ones on its nodes in turn, on CPU.
+    """The node and GPUs of each rank and server. rollout: None for a run without servers. teachers: the settings of the
+    servers that the run starts for them: stock ones on GPUs of their pool, embedded ones on its nodes in turn, on CPU.
 
     Critic and reference ranks have separate slots only with a pool. Raises ValueError as `ClusterConfig.pools_of`,
     when a tensor-parallel group or a server takes parts of nodes, and when a pool of servers has too few GPUs.
@@ -92,10 +97,8 @@ def plan_placement(
         if cluster.pools.of(role) is not None:
             slots += _ranks(role, pools[role], parallel)
     if rollout is not None:
-        slots += _servers("rollout", rollout.servers, pools["rollout"], rollout, cluster)
-        if cluster.gpus_per_node and rollout.engine == "embedded":
-            pools = {**pools, "teachers": replace(pools["teachers"], gpus=())}
-        slots += _servers("teachers", teachers, pools["teachers"], rollout, cluster)
+        slots += _servers("rollout", [rollout] * rollout.servers, pools["rollout"], cluster)
+        slots += _servers("teachers", teachers, pools["teachers"], cluster)
     return PlacementPlan(tuple(slots))
 
 
@@ -113,31 +116,39 @@ def _ranks(role: Role, pool: Pool, parallel: ParallelConfig) -> list[Slot]:
     return [Slot(role=role, index=r, node=node, gpus=(gpu,)) for r, (node, gpu) in enumerate(pool.places[:world])]
 
 
-def _servers(role: Role, servers: int, pool: Pool, rollout: RolloutConfig, cluster: ClusterConfig) -> list[Slot]:
-    if not servers:
-        return []
-    if not pool.gpus:
-        return [Slot(role=role, index=s, node=pool.nodes[s % len(pool.nodes)], gpus=()) for s in range(servers)]
-    width, per_node = rollout.sglang.tp_size if rollout.engine == "sglang" else 1, len(pool.gpus)
-    if (width > per_node and width % per_node) or (width < per_node and per_node % width):
-        pool_of = "" if cluster.pools.of(role) is None else f", of which cluster.pools.{role} has {per_node}"
-        raise ValueError(
-            f"rollout.sglang.tp_size = {width} neither divides nor is a multiple of cluster.gpus_per_node = "
-            f"{cluster.gpus_per_node}{pool_of}: change one of them"
-        )
-    if servers * width > len(pool.places):
+def _servers(role: Role, servers: Sequence[RolloutConfig], pool: Pool, cluster: ClusterConfig) -> list[Slot]:
+    """servers: the settings of each."""
+    stock = [one.engine == "sglang" for one in servers]
+    on_gpus = [s for s in range(len(servers)) if pool.gpus and (stock[s] or role == "rollout")]
+    widths = [servers[s].sglang.tp_size if stock[s] else 1 for s in on_gpus]
+    for width in widths:
+        _check_width(role, width, pool, cluster)
+    places = dict(zip(on_gpus, server_places(pool, widths), strict=True))
+    if any(len(places[s]) < width for s, width in zip(on_gpus, widths, strict=True)):
         needs = "rollout needs" if role == "rollout" else "teachers need"
         remedy = "lower rollout.servers or raise cluster.nodes" if role == "rollout" else f"raise {pool.keys}"
-        raise ValueError(
-            f"{needs} {servers} servers x {width} GPUs = {servers * width}, {len(pool.places)} are free for it "
-            f"({pool.keys}): {remedy}"
-        )
-    spans = max(1, width // per_node)
+        each = f"{len(widths)} servers x {widths[0]} GPUs" if len(set(widths)) == 1 else f"servers of {widths} GPUs"
+        raise ValueError(f"{needs} {each} = {sum(widths)}, {len(pool.places)} are free for it ({pool.keys}): {remedy}")
     slots = []
-    for s in range(servers):
-        places = pool.places[s * width : (s + 1) * width]
-        for k in range(spans):
-            part = places[k * per_node : (k + 1) * per_node]
+    for s, of in enumerate(stock):
+        if s not in places:
+            slots.append(Slot(role=role, index=s, node=pool.nodes[s % len(pool.nodes)], gpus=(), stock=of))
+            continue
+        per_node = min(len(places[s]), len(pool.gpus))
+        parts = [places[s][k : k + per_node] for k in range(0, len(places[s]), per_node)]
+        for k, part in enumerate(parts):
             gpus = tuple(gpu for _, gpu in part)
-            slots.append(Slot(role=role, index=s, node=part[0][0], gpus=gpus, node_rank=k, nnodes=spans))
+            slots.append(Slot(role=role, index=s, node=part[0][0], gpus=gpus, node_rank=k, nnodes=len(parts), stock=of))
     return slots
+
+
+def _check_width(role: Role, width: int, pool: Pool, cluster: ClusterConfig) -> None:
+    """Raises ValueError for a server of `width` GPUs that takes parts of nodes."""
+    per_node = len(pool.gpus)
+    if (width > per_node and width % per_node) or (width < per_node and per_node % width):
+        pool_of = "" if cluster.pools.of(role) is None else f", of which cluster.pools.{role} has {per_node}"
+        key = "rollout.sglang.tp_size" if role == "rollout" else "tp_size of a teacher's server"
+        raise ValueError(
+            f"{key} = {width} neither divides nor is a multiple of cluster.gpus_per_node = "
+            f"{cluster.gpus_per_node}{pool_of}: change one of them"
+        )

@@ -193,6 +193,190 @@ class RayServers:
             get_result(ref, name, max(0.0, deadline - time.monotonic())) for ref, name in zip(refs, names, strict=True)
         ]
 
+    def ended(self, url: str) -> bool:
+        """Whether the process of the server at `url`, or of a part of it, or the actor that owns it has ended. Never
+        raises."""
+        parts = [i for i, slot in enumerate(self._slots) if self._urls.get(slot.index) == url]
+        try:
+            return any(look.failure is not None for look in self._look(_FAILED_S, parts).values())
+        except RuntimeError:
+            return True
+
+    def stop(self) -> None:
+        if self.startup is not None:  # None where the launch failed
+            self.startup.handle.stop()
+
+
+class RayServers:
+    """Rollout servers or those of teachers, each owned by an actor on its node."""
+
+    def __init__(
+        self,
+        launches: Sequence[tuple[Slot, ServerLaunch]],
+        nodes: RunNodes,
+        log_dir: Path,
+        share: PortShare | None = None,
+    ) -> None:
+        """Begins to start all servers; `wait` returns once they answer. share: as that of `with_ports`.
+
+        Where the run uses another node than this process's, a server listens on its node's address; the parts of a
+        server that spans nodes connect to a port of its first node.
+        """
+        self._slots = [slot for slot, _ in launches]
+        self._title = launches[0][1].title if launches else "rollout server"
+        self._names = [f"{self._title} {s.index}{f' part {s.node_rank}' if s.nnodes > 1 else ''}" for s in self._slots]
+        self._nodes = nodes
+        self._logs = [log_dir / f"rollout_actor{s.index}.{s.node_rank}.log" for s in self._slots]
+        self._actors = [nodes.start(_Server, s, log) for s, log in zip(self._slots, self._logs, strict=True)]
+        self._urls: dict[int, str] = {}  # of servers that have answered
+        self._ready: set[int] = set()  # servers that answer
+        self._shown: dict[int, str] = {}  # server -> the phase that was reported last
+        addresses = self._results([a.address.remote() for a in self._actors], ACTOR_S)
+        here = {own_address()} == {node.address for node in nodes.nodes}  # the clients of the servers are here too
+        hosts = ["127.0.0.1" if here else ip for ip, _ in addresses]
+        placed = [
+            replace(launch, host=host, index=slot.index) for (slot, launch), host in zip(launches, hosts, strict=True)
+        ]
+        if any(launch.config.engine == "sglang" for launch in placed):
+            ranges = self._results([a.ephemeral_range.remote() for a in self._actors], ACTOR_S)
+            placed = with_ports(self._slots, placed, ranges, share)
+        self._placed = placed
+        self._begun = [a.begin.remote(launch) for a, launch in zip(self._actors, placed, strict=True)]
+
+    def wait(self, say: Callable[[str], None] = lambda text: None) -> list[str]:
+        """URL of every server. say: called with each new phase of a server.
+
+        Raises RuntimeError, after stopping all servers, with the failure that happened first as soon as it is seen: of
+        a server that ended or exceeded a limit, on whichever of its nodes.
+        """
+        try:
+            self._results(self._begun, ACTOR_S)
+            self._wait(say, range(len(self._slots)))
+        except RuntimeError:
+            self.stop()
+            raise
+        return list(self._urls.values())
+
+    def replace(self, urls: Collection[str], say: Callable[[str], None] = lambda text: None) -> None:
+        """Stop the servers at `urls`, with all their parts, and start others with the same weights in their slots, at
+        the same URLs. Returns once they answer. say, RuntimeError: as of `wait`; the other servers run on."""
+        servers = {server for server, url in self._urls.items() if url in urls}
+        parts = [i for i, s in enumerate(self._slots) if s.index in servers]
+        self._stop(parts)
+        for i in parts:
+            slot = self._slots[i]
+            if slot.node_rank == 0:
+                self._placed[i] = replace(self._placed[i], port=int(self._urls[slot.index].rpartition(":")[2]))
+            self._actors[i] = self._nodes.start(_Server, slot, self._logs[i])
+        self._ready -= servers
+        self._results([self._actors[i].begin.remote(self._placed[i]) for i in parts], ACTOR_S, parts)
+        self._wait(say, parts)
+
+    def _wait(self, say: Callable[[str], None], parts: Sequence[int]) -> None:
+        """Until all servers with these parts answer."""
+        heads = {self._slots[i].index: i for i in parts if self._slots[i].node_rank == 0}
+        while True:
+            looks = self._look(_LOOK_S, parts)
+            ready = {server for server, i in heads.items() if looks[i].ready}
+            if ready - self._ready:  # the parts of a server that answers are not late
+                self._ready |= ready
+                continue
+            if (failure := self._first_failure(looks)) is not None:
+                raise RuntimeError(failure)
+            for server, i in heads.items():
+                if looks[i].phase != self._shown.get(server):
+                    self._shown[server] = looks[i].phase
+                    say(f"{self._title} {server} of {1 + max(s.index for s in self._slots)}: {looks[i].phase}")
+            if heads.keys() <= self._ready:
+                self._urls |= {server: looks[i].url for server, i in heads.items()}
+                return
+            time.sleep(POLL_S)
+
+    @contextlib.contextmanager
+    def naming_failures(self) -> Iterator[None]:
+        """Add to a RuntimeError of the block what happened to the server, or to a part of it on another node: the error
+        of a client says only that it does not answer."""
+        try:
+            yield
+        except RuntimeError as e:
+            if (failure := self.failure()) is None:
+                raise
+            raise RuntimeError(f"{e}; {failure}") from e
+
+    def failure(self) -> str | None:
+        """Which server or part has ended first, and why; None while all run. Never raises."""
+        try:
+            return self._first_failure(self._look(_FAILED_S, range(len(self._slots))))
+        except RuntimeError as e:
+            return str(e)
+
+    def _first_failure(self, looks: Mapping[int, Progress]) -> str | None:
+        """The earliest failure, because those of other parts and servers may follow from it. Raises as `_results`."""
+        failed = [i for i, look in looks.items() if look.failure is not None]
+        nodes = {self._slots[i].node: i for i in failed}
+        ahead = {node: self._clock_offset(i) if len(nodes) > 1 else 0.0 for node, i in nodes.items()}
+        order = sorted(failed, key=lambda i: looks[i].failed_at - ahead[self._slots[i].node])
+        return looks[order[0]].failure if order else None
+
+    def _clock_offset(self, i: int) -> float:
+        """The clock of an actor's node minus this process's, by the fastest of some round trips: the clocks of two
+        nodes have nothing in common. Of an actor that does not answer it is -inf, so that its failure is the last."""
+        trips = []
+        for _ in range(_PINGS):
+            began = time.monotonic()
+            try:
+                there = get_result(self._actors[i].clock.remote(), self._names[i], _FAILED_S)
+            except RuntimeError:
+                return -math.inf
+            ended = time.monotonic()
+            trips.append((ended - began, there - (began + ended) / 2))
+        return float(min(trips)[1])
+
+    def _look(self, timeout_s: float, parts: Sequence[int]) -> dict[int, Progress]:
+        refs = [self._actors[i].look.remote(self._slots[i].index in self._ready) for i in parts]
+        return dict(zip(parts, self._results(refs, timeout_s, parts), strict=True))
+
+    def _results(self, refs: Sequence[Any], timeout_s: float, parts: Sequence[int] | None = None) -> list[Any]:
+        """The answers of the actors of `parts`, of all for None. Raises RuntimeError that names the first server
+        without one."""
+        deadline = time.monotonic() + timeout_s
+        names = self._names if parts is None else [self._names[i] for i in parts]
+        return [
+            get_result(ref, name, max(0.0, deadline - time.monotonic())) for ref, name in zip(refs, names, strict=True)
+        ]
+
+    def ended(self, server: int) -> bool:
+        """Whether the process of a server, or of a part of it, or the actor that owns it has ended. Never raises."""
+        parts = [i for i, slot in enumerate(self._slots) if slot.index == server]
+        try:
+            looks = self._results([self._actors[i].look.remote(True) for i in parts], _FAILED_S, parts)
+        except RuntimeError:
+            return True
+        return any(look.failure is not None for look in looks)
+
+    def restart(self, server: int, say: Callable[[str], None] = lambda text: None) -> str:
+        """Ends what is left of a server and starts it again in its slots, with the weights of its directory; returns
+        its URL once it answers. Raises RuntimeError as `wait`; the other servers go on."""
+        parts = [i for i, slot in enumerate(self._slots) if slot.index == server]
+        self._stop(parts)
+        self._ready.discard(server)
+        for i in parts:
+            self._actors[i] = self._nodes.start(_Server, self._slots[i], self._logs[i])
+        self._results([self._actors[i].begin.remote(self._launches[i]) for i in parts], ACTOR_S, parts)
+        while True:
+            ready = server in self._ready
+            looks = self._results([self._actors[i].look.remote(ready) for i in parts], _LOOK_S, parts)
+            if failures := [look.failure for look in looks if look.failure is not None]:
+                raise RuntimeError(failures[0])
+            head = looks[[self._slots[i].node_rank for i in parts].index(0)]
+            if head.phase != self._shown.get(server):
+                self._shown[server] = head.phase
+                say(f"{self._title} {server} starts again: {head.phase}")
+            if head.ready:
+                self._ready.add(server)
+                return str(head.url)
+            time.sleep(POLL_S)
+
     def stop(self) -> None:
         """Stop all servers. Never raises, because it may run while another error propagates; the server of a dead actor
         has ended with it."""

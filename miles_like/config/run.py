@@ -18,8 +18,8 @@ from megatron_bridge.config import (
 )
 from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
 from miles_like.config.sections.alignment import AlignmentConfig, check_sides, with_deterministic_servers
-from miles_like.config.sections.cluster import ClusterConfig, PoolName
-from miles_like.config.sections.distillation import DistillationConfig
+from miles_like.config.sections.cluster import ClusterConfig, PoolName, server_places
+from miles_like.config.sections.distillation import DistillationConfig, LaunchedServer
 from miles_like.config.sections.eval import EvalConfig, EvalSet, SetConfig, check_measured
 from miles_like.config.sections.loop import BufferConfig, CheckpointConfig
 from miles_like.config.sections.make import MakeConfig
@@ -251,9 +251,21 @@ class RunConfig(Section):
         return self
 
     @property
+    def teacher_rollouts(self) -> tuple[RolloutConfig, ...]:
+        """The settings of the servers that the run starts for teachers, by their numbers."""
+        return tuple(
+            t.rollout_of(self.rollout, gpus=self._teachers_have_gpus) for t in self.distillation.started.values()
+        )
+
+    @property
     def _teachers_have_gpus(self) -> bool:
-        c = self.cluster
-        return c.gpus_per_node > 0 and c.pools.teachers is not None and self.rollout.engine == "sglang"
+        return self.cluster.gpus_per_node > 0 and self.cluster.pools.teachers is not None
+
+    def _startable(self, teacher: LaunchedServer) -> bool:
+        """Whether the run has CPUs or GPUs for its server."""
+        if teacher.engine is None:
+            return self.rollout.engine == "embedded" or self._teachers_have_gpus
+        return teacher.engine == "embedded" or not self.cluster.gpus_per_node or self._teachers_have_gpus
 
     @model_validator(mode="after")
     def servers_of_teachers_share_no_gpu(self) -> RunConfig:
@@ -261,7 +273,8 @@ class RunConfig(Section):
         c, world, width = self.cluster, self.parallel.world_size, self.rollout.sglang.tp_size
         if self.servers is None or (pool := c.pools.teachers) is None:
             return self
-        if not self._teachers_have_gpus:
+        widths = [one.sglang.tp_size for one in self.teacher_rollouts if one.engine == "sglang"]
+        if not (c.gpus_per_node and widths):
             if pool.gpus is not None:
                 raise ValueError(
                     f"cluster.pools.teachers.gpus = {pool.gpus!r} has no effect, because with rollout.engine = "
@@ -269,7 +282,7 @@ class RunConfig(Section):
                 )
             return self
         pools = c.pools_of(world)
-        mine = set(pools["teachers"].places[: self.distillation.servers * width])
+        mine = {place for places in server_places(pools["teachers"], widths) for place in places}
         used = {name: pools[name].places[:world] for name in self._trained}
         used |= {"rollout": pools["rollout"].places[: self.rollout.servers * width]}
         used |= {} if c.pools.reference is None else {"reference": pools["reference"].places[:world]}
@@ -414,7 +427,7 @@ class RunConfig(Section):
                 temperature=self.rollout.temperature,
                 algorithm=self.algorithm.parts,
                 corrected=self.correction.weights is not None,
-                startable=self.rollout.engine == "embedded" or self._teachers_have_gpus,
+                startable=self._startable,
             )
         return self
 

@@ -9,13 +9,15 @@ Letters: S tokens a sample, P prompt tokens, A a teacher's prompt tokens, R resp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from miles_like.algorithms.distillation import distill_metrics
 from miles_like.batch.packer import Packer
@@ -34,6 +36,8 @@ from rollout.sglang.client import RolloutError, SGLangClient
 from rollout.wire.scores import PromptScores
 
 PromptOf = Callable[[Prompt], Sequence[int]]  # prompt tokens that a teacher is fed
+_TRIES = 3  # of a request
+_PAUSE_S = 1.0
 _CANDIDATES = 128  # candidates a token; with more, a request holds fewer sequences: servers bound the size of a reply
 
 
@@ -51,6 +55,10 @@ class TeacherScores(NamedTuple):
 
 
 class Teacher(Protocol):
+    @property
+    def early(self) -> bool:
+        """Whether a group may be scored as soon as it is complete, while others are sampled."""
+
     async def start(self) -> None:
         """Raises ValueError or RolloutError where this teacher does not fit the student."""
 
@@ -60,9 +68,47 @@ class Teacher(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(slots=True, kw_only=True)
+class TeacherProcess:
+    """A server that the run has started for a teacher. One that has ended is started again, with the weights of its
+    directory, `restarts` times in a run.
+
+    ended: whether its process has ended. restart: starts it again and returns a client; raises RuntimeError where it
+    does not come up. Both block. say: called with what happened.
+    """
+
+    client: SGLangClient
+    ended: Callable[[], bool]
+    restart: Callable[[], SGLangClient]
+    say: Callable[[str], None]
+    restarts: int = 3
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def after(self, failed: SGLangClient, name: str) -> SGLangClient:
+        """The client to ask again with after a request with `failed` has failed. Raises RolloutError for a server that
+        has ended too often or does not come up."""
+        async with self._lock:
+            if self.client is not failed:  # another request of the same time found it
+                return self.client
+            await asyncio.sleep(_PAUSE_S)  # a connection is closed before its process has ended
+            if not await asyncio.to_thread(self.ended):
+                return failed
+            if not self.restarts:
+                raise RolloutError(f"server {failed.url} has ended again, and was started again as often as a run does")
+            self.restarts -= 1
+            self.say(f"the server of teacher {name!r} ({failed.url}) has ended; it is started again")
+            try:
+                self.client = await asyncio.to_thread(self.restart)
+            except RuntimeError as e:
+                raise RolloutError(f"its server cannot be started again: {e}") from None
+            await failed.close()
+            return self.client
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTeacher:
-    """A teacher on one or several equal servers; each scores a share of the sequences."""
+    """A teacher on one or several equal servers; each scores a share of the sequences. A request that fails is sent
+    again, `_TRIES` times in all."""
 
     name: str
     clients: Sequence[SGLangClient]
@@ -72,11 +118,17 @@ class ServerTeacher:
     vocabulary: int | None = None  # tokens of the student's; None: not checked
     other_tokenizer: Callable[[Path], str | None] = lambda directory: None  # (directory) -> how its tokenizer differs
     own: bool = True  # whether `close` closes the clients; False for those that the rollout uses too
+    early: bool = False
+    started: TeacherProcess | None = None  # its one server, in place of `clients`
+
+    @property
+    def servers(self) -> Sequence[SGLangClient]:
+        return self.clients if self.started is None else (self.started.client,)
 
     async def start(self) -> None:
         """Checks that every server answers, and that its tokenizer, if its directory can be read here, equals the
         student's. Raises RolloutError for the former and ValueError for the latter."""
-        for client in self.clients:
+        for client in self.servers:
             try:
                 info = await client.model_info()
             except RolloutError as e:
@@ -95,7 +147,7 @@ class ServerTeacher:
         shares = [range(i, min(i + step, len(asked))) for i in range(0, len(asked), step)]
         try:
             done = await all_or_first_error(
-                self._share(self.clients[i % len(self.clients)], [asked[j] for j in share])
+                self._share(self.servers[i % len(self.servers)], [asked[j] for j in share])
                 for i, share in enumerate(shares)
             )
         except RolloutError as e:
@@ -105,7 +157,14 @@ class ServerTeacher:
     async def _share(self, client: SGLangClient, asked: Sequence[tuple[list[int], Tensor]]) -> list[TeacherScores]:
         start = min(len(prompt) for prompt, _ in asked) - 1
         texts = [torch.cat([torch.tensor(prompt), response]) for prompt, response in asked]
-        scores = await client.score_after(texts, start, top=self.top_k)
+        for left in reversed(range(_TRIES)):
+            try:
+                scores = await client.score_after(texts, start, top=self.top_k)
+                break
+            except RolloutError:
+                if not left or not self.own:  # servers of the rollout are the run's affair
+                    raise
+            client = client if self.started is None else await self.started.after(client, self.name)
         return [self._scores_of(of, len(response), client) for of, (_, response) in zip(scores, asked, strict=True)]
 
     def _scores_of(self, of: PromptScores, r: int, client: SGLangClient) -> TeacherScores:
@@ -123,7 +182,7 @@ class ServerTeacher:
 
     async def close(self) -> None:
         if self.own:
-            await all_or_first_error(client.close() for client in self.clients)
+            await all_or_first_error(client.close() for client in self.servers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +194,7 @@ class TrainerTeacher:
     packer: Packer
     path: Path | None = None  # converted directory to load; None: the trainer has the weights
     prompt_of: PromptOf = as_it_is
+    early: bool = False  # it would have to wait for the training of a step
 
     async def start(self) -> None:
         if self.path is not None:
@@ -168,6 +228,9 @@ class Teachers:
         """teacher_of: source of a prompt -> name of its teacher; None: no teacher, only the reward trains the
         prompt."""
         self._teachers, self._teacher_of, self._top_k = teachers, teacher_of, top_k
+        # the tokens of a group's first sample -> its scores; a group that is discarded takes them with it
+        self._begun: MutableMapping[Tensor, _Begun] = WeakIdKeyDictionary()
+        self._early_share = 0.0  # of the groups scored last
 
     def check(self, prompts: Sequence[Prompt], *, alone: bool, named: Sequence[str]) -> None:
         """Raises ValueError for a source in `named`, the sources in the configuration, that no prompt has and, with
@@ -199,8 +262,10 @@ class Teachers:
         for i, group in enumerate(groups):
             if (name := self._teacher_of(group.prompt.source)) is not None:
                 shares.setdefault(name, []).append(i)
+        begun = {i for share in shares.values() for i in share if self._of_begun(groups[i]) is not None}
+        self._early_share = len(begun) / max(1, sum(map(len, shares.values())))
         done = await all_or_first_error(
-            self._teachers[name].score([groups[i] for i in share]) for name, share in shares.items()
+            self._scores(self._teachers[name], [groups[i] for i in share]) for name, share in shares.items()
         )
         scores = {
             i: of for share, part in zip(shares.values(), done, strict=True) for i, of in zip(share, part, strict=True)
@@ -215,6 +280,34 @@ class Teachers:
 
         return [scored(i, group) for i, group in enumerate(groups)]
 
+    def begin(self, group: SampleGroup) -> None:
+        """Begins to score a complete group, whose scores `score` awaits, if its teacher allows that. Needs a running
+        event loop."""
+        name = self._teacher_of(group.prompt.source)
+        if name is None or not group.samples or not (teacher := self._teachers[name]).early:
+            return
+        task = asyncio.create_task(_one(teacher, group))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # raised by `score`, if it is awaited
+        self._begun[group.samples[0].token_ids] = _Begun(task, tuple(id(s.token_ids) for s in group.samples))
+
+    def _of_begun(self, group: SampleGroup) -> asyncio.Task[list[TeacherScores]] | None:
+        """None for a group that is not, or not in this form, asked for."""
+        found = self._begun.get(group.samples[0].token_ids) if group.samples else None
+        same = found is not None and found.samples == tuple(id(s.token_ids) for s in group.samples)
+        return found.task if found is not None and same else None
+
+    async def _scores(self, teacher: Teacher, groups: Sequence[SampleGroup]) -> list[list[TeacherScores]]:
+        begun = [self._of_begun(group) for group in groups]
+        rest = [group for group, task in zip(groups, begun, strict=True) if task is None]
+        asked = asyncio.ensure_future(teacher.score(rest)) if rest else None
+        try:
+            done = [None if task is None else await task for task in begun]
+            others = iter([] if asked is None else await asked)
+        finally:
+            if asked is not None:
+                asked.cancel()
+        return [next(others) if scores is None else scores for scores in done]
+
     def _with_scores(self, sample: Sample, scores: TeacherScores | None) -> Sample:
         mask, streams, candidates = sample.loss_mask, dict(sample.streams), sample.candidates
         streams[TAUGHT] = mask.float() if scores is not None else torch.zeros(len(mask))
@@ -226,11 +319,27 @@ class Teachers:
         return replace(sample, streams=streams, candidates=candidates)
 
     def metrics(self, groups: Sequence[SampleGroup]) -> dict[str, float]:
-        """`distill/*` of a step's groups."""
-        return distill_metrics(groups, self._teacher_of)
+        """`distill/*` of a step's groups, which `score` returned last."""
+        early = any(teacher.early for teacher in self._teachers.values())
+        asked = {"distill/asked_early": self._early_share} if early else {}
+        return distill_metrics(groups, self._teacher_of) | asked
 
     async def close(self) -> None:
+        for begun in list(self._begun.values()):
+            begun.task.cancel()
         await all_or_first_error(teacher.close() for teacher in self._teachers.values())
+
+
+class _Begun(NamedTuple):
+    """A group whose scores are asked for."""
+
+    task: asyncio.Task[list[TeacherScores]]
+    samples: tuple[int, ...]  # ids of the tensors of their tokens
+
+
+async def _one(teacher: Teacher, group: SampleGroup) -> list[TeacherScores]:
+    (scores,) = await teacher.score([group])
+    return scores
 
 
 def _response(prompt: Prompt, sample: Sample) -> Tensor:

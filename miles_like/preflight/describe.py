@@ -27,7 +27,7 @@ def describe_plan(
     """At most 10 lines: layout, nodes, bytes of each stage and node, checkpoints, disks. sizes: None: known once
     the model is fetched. joins_cluster: nodes may have separate disks. Raises ValueError as `plan_placement`."""
     plan, p = (
-        plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers),
+        plan_placement(config.cluster, config.parallel, config.servers, config.teacher_rollouts),
         config.parallel,
     )
     layout = f"TP{p.tp} x PP{p.pp} x CP{p.cp} x DP{p.dp}, EP{p.ep} x ETP{p.etp}"

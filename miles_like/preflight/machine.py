@@ -110,7 +110,7 @@ class Machines:
     def placement(self) -> PlacementPlan:
         """Raises ValueError as `plan_placement`."""
         return plan_placement(
-            self.config.cluster, self.config.parallel, self.config.servers, self.config.distillation.servers
+            self.config.cluster, self.config.parallel, self.config.servers, self.config.teacher_rollouts
         )
 
     # a dry run
@@ -250,7 +250,8 @@ class Machines:
         self.ports = {}
         if self.trains and self.config.servers is not None:
             local = self.ray_address is None
-            self.ports = server_ports(self.placement, self.config.servers, ranges, local=local)
+            teachers = self.config.teacher_rollouts
+            self.ports = server_ports(self.placement, self.config.servers, ranges, teachers=teachers, local=local)
 
     def _staged_to(self) -> list[Path]:
         """The node-local directory: this process stages the small files there too."""

@@ -64,7 +64,7 @@ def cache_needs(config: RunConfig, plan: PlacementPlan) -> dict[int, str]:
 
 def _directories(config: RunConfig, run_dir: Path | None) -> tuple[Shared, tuple[str, ...]]:
     """Those that nodes must see as one, and those that may be on each node's own disk."""
-    plan = plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers)
+    plan = plan_placement(config.cluster, config.parallel, config.servers, config.teacher_rollouts)
     shared: dict[str, dict[int, str]] = {}
     cache = config.cache_dir
     if run_dir is not None:
@@ -80,5 +80,5 @@ def _directories(config: RunConfig, run_dir: Path | None) -> tuple[Shared, tuple
 def _ports(config: RunConfig, ranges: Sequence[tuple[int, int]]) -> Ports:
     if config.servers is None or not ranges:
         return {}
-    plan = plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers)
-    return server_ports(plan, config.servers, ranges)
+    plan = plan_placement(config.cluster, config.parallel, config.servers, config.teacher_rollouts)
+    return server_ports(plan, config.servers, ranges, teachers=config.teacher_rollouts)

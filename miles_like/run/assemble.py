@@ -232,7 +232,7 @@ TURN = (
 
 def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | None) -> list[str]:
     """Nodes, ranks and server command lines, as `--dry-run` prints them. model: None: not known yet."""
-    plan = plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers)
+    plan = plan_placement(config.cluster, config.parallel, config.servers, config.teacher_rollouts)
     lines = ["kernels: checked once the model is fetched" if model is None else _describe_trainer(model)]
     lines += describe_placement(config, plan)
     stage = config.cluster.stage_dir
@@ -276,7 +276,7 @@ def _describe_environments(config: RunConfig) -> list[str]:
         roles["reference"] = ("a reference rank", config.cluster.env)
     if config.servers is not None:
         roles["rollout"] = ("a rollout server", server_variables(config))
-        plan = plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers)
+        plan = plan_placement(config.cluster, config.parallel, config.servers, config.teacher_rollouts)
         if plan.of("teachers"):
             roles["teachers"] = ("a server of a teacher", config.rollout.env)
     gpus, stage_dir = config.cluster.gpus_per_node, config.cluster.stage_dir

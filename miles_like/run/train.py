@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -328,7 +328,7 @@ class TrainingRun:
             episodes=c.rollout.has_episode_runner,
             turns=None if self._taking is None else self._taking.turns,
         )
-        feed = self.feed(engine, partial, recorder)
+        feed = self.feed(engine, partial, recorder, teachers)
         state = LoopState(source=self.prompts.source, feed=feed, recorder=recorder, partial=partial, known=checks.known)
         if self.resumed is not None:
             state.restore(self.resumed.state)
@@ -374,8 +374,15 @@ class TrainingRun:
             steps=c.train.steps_per_rollout,
         )
 
-    def feed(self, engine: RolloutEngine, partial: PartialRollouts, recorder: Recorder) -> Feed:
-        c = self.config
+    def feed(
+        self, engine: RolloutEngine, partial: PartialRollouts, recorder: Recorder, teachers: Teachers | None = None
+    ) -> Feed:
+        c, kept = self.config, make_filter(self.config.algorithm.parts.filter)
+
+        def complete(group: SampleGroup) -> None:
+            if teachers is not None and (kept is None or kept(group) is None):
+                teachers.begin(group)
+
         buffer = DataBuffer(
             max_staleness=c.buffer.max_staleness,
             samples=c.train.samples_per_group,
@@ -389,6 +396,7 @@ class TrainingRun:
             partial=partial,
             reward=self.prompts.rewards(None),
             console=self.console,
+            complete=complete,
         )
         producer = Producer(
             groups=c.train.groups_per_step,
@@ -396,7 +404,7 @@ class TrainingRun:
             buffer=buffer,
             source=self.prompts.source,
             sampler=sampler,
-            filter=make_filter(c.algorithm.parts.filter),
+            filter=kept,
             overlong=make_overlong(c.algorithm.parts.overlong, c.rollout.longest_answer),
             lockstep=c.in_lockstep,
             over_sampling=c.buffer.over_sampling,
@@ -419,6 +427,7 @@ class EngineSampler:
     partial: PartialRollouts
     reward: RewardFn
     console: Console
+    complete: Callable[[SampleGroup], None] = lambda group: None  # called with each group when it is complete
 
     async def groups(
         self, round_index: int, prompts: Sequence[Prompt]
@@ -443,6 +452,7 @@ class EngineSampler:
                 async for place, group in groups:
                     discarded += Counter(group.discarded)
                     self.partial.forget(seed, group.prompt.id)  # so that no checkpoint holds the group twice
+                    self.complete(group)
                     yield place, group
         finally:
             for p in prompts:

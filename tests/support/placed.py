@@ -40,7 +40,7 @@ Process = tuple[Role, int, int]  # (role, number, part of a server that spans no
 class Placed:
     """The GPUs of each rank, in order, and of the servers, in groups of `width`. per_node: GPUs that a node's Ray has,
     which are the second half of those of its nvidia-smi. critic, reference: as `ranks`, of roles with a pool.
-    teachers: as `servers`."""
+    teachers: as `servers`, in groups of `teacher_width`."""
 
     ranks: Sequence[Place]
     servers: Sequence[Place]
@@ -49,6 +49,12 @@ class Placed:
     teachers: Sequence[Place] = ()
     critic: Sequence[Place] = ()
     reference: Sequence[Place] = ()
+    teacher_width: int | None = None  # None: `width`
+
+    @property
+    def nodes(self) -> int:
+        every = (self.ranks, self.servers, self.teachers, self.critic, self.reference)
+        return 1 + max(node for places in every for node, _ in places)
 
     def processes(self) -> dict[Process, tuple[int, tuple[int, ...]]]:
         """(node, positions of its GPUs) of every process."""
@@ -62,11 +68,12 @@ class Placed:
             out |= {(role, rank, 0): (node, (gpu,)) for rank, (node, gpu) in enumerate(of_role)}
         servers: dict[Role, Sequence[Place]] = {"rollout": self.servers, "teachers": self.teachers}
         for role, of_role in servers.items():
-            for first in range(0, len(of_role), self.width):
-                places = of_role[first : first + self.width]
+            width = self.teacher_width or self.width if role == "teachers" else self.width
+            for first in range(0, len(of_role), width):
+                places = of_role[first : first + width]
                 for part, node in enumerate(sorted({node for node, _ in places})):
                     gpus = tuple(gpu for of, gpu in places if of == node)
-                    out[role, first // self.width, part] = node, gpus
+                    out[role, first // width, part] = node, gpus
         return out
 
 
@@ -120,7 +127,7 @@ def shipped(path: Path, *more: str) -> tuple[RunConfig, PlacementPlan, Placed]:
     config = load_config(path, [*TABLES, *more])
     return (
         config,
-        plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers),
+        plan_placement(config.cluster, config.parallel, config.servers, config.teacher_rollouts),
         PLACED[path.stem],
     )
 

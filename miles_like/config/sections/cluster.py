@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -95,6 +95,18 @@ class Pool:
 
     def described(self) -> str:
         return f"{len(self.nodes)} nodes x {len(self.gpus)} GPUs = {len(self.places)}"
+
+
+def server_places(pool: Pool, widths: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
+    """(node, GPU) of each of several servers of so many GPUs, in order. A server that fits into a node does not begin
+    in one and end in another; where the pool is too small the last ones have fewer."""
+    used, out = 0, []
+    for width in widths:
+        unit = min(width, len(pool.gpus))
+        used = -(-used // unit) * unit
+        out.append(pool.places[used : used + width])
+        used += width
+    return out
 
 
 class ClusterConfig(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from miles_like.config.sections.algorithm import AdvantagePart, CustomAdvantage, Ppo, RolloutAlgorithm
 from miles_like.config.sections.flat import FlatSection, Part, changed, defaults
 from miles_like.config.sections.make import MakeConfig
+from rollout.config import RolloutConfig, SGLangFlags
 from rollout.server_url import ServerUrl
 
 
@@ -33,16 +34,52 @@ class RunningServer(AnyServer):
         return f"the server at {self.url}"
 
 
-class StartedServer(AnyServer):
+class LaunchedServer(AnyServer):
+    """A server that the run starts."""
+
+    # "sglang": stock, on GPUs of [cluster.pools.teachers], or on CPU in a run without GPUs; "embedded": on CPU. None:
+    # rollout.engine if that pool has GPUs, else embedded
+    engine: Literal["embedded", "sglang"] | None = None
+    sglang: SGLangFlags | None = None  # of a stock one; None: those of [rollout.sglang]
+
+    @model_validator(mode="after")
+    def flags_are_of_a_stock_server(self) -> LaunchedServer:
+        if self.sglang is None:
+            return self
+        if self.engine != "sglang":
+            raise ValueError(f"engine = {self.engine!r} does not use the flags of sglang: set engine = 'sglang'")
+        for key in ("dist_init_port", "enable_memory_saver"):
+            if (value := getattr(self.sglang, key)) is not None:
+                raise ValueError(
+                    f"sglang.{key} = {value!r} is not of one server: a run numbers the ports of all its servers from "
+                    "rollout.sglang.dist_init_port, and servers of teachers keep their memory; remove it"
+                )
+        return self
+
+    def rollout_of(self, run: RolloutConfig, *, gpus: bool) -> RolloutConfig:
+        """The settings of its one server. run: those of the rollout's. gpus: the teachers' pool has GPUs."""
+        flags, own = self.sglang or run.sglang, run.sglang
+        never = {"enable_memory_saver": False, "dist_init_port": own.dist_init_port}
+        return run.model_copy(
+            update={
+                "engine": self.engine or ("sglang" if gpus and run.engine == "sglang" else "embedded"),
+                "servers": 1,
+                "sglang": flags.model_copy(update=never | {"python": flags.python or own.python}),
+                "embedded": run.embedded.model_copy(update={"return_gates": False, "tp_size": 1, "ep_size": 1}),
+            }
+        )
+
+
+class StartedServer(LaunchedServer):
     """A server that the run starts on a Hugging Face directory."""
 
-    path: str  # a Hugging Face directory on which the run starts a server of its engine
+    path: str  # a Hugging Face directory on which the run starts a server
 
     def described(self) -> str:
         return f"a server of {self.path}, which the run starts"
 
 
-class MadeServer(AnyServer):
+class MadeServer(LaunchedServer):
     """A server that the run starts on the checkpoint that the section describes."""
 
     make: MakeConfig
@@ -190,9 +227,16 @@ class Teaching(Part):
                 )
         return self
 
-    def check_run(self, *, temperature: float, algorithm: RolloutAlgorithm, corrected: bool, startable: bool) -> None:
+    def check_run(
+        self,
+        *,
+        temperature: float,
+        algorithm: RolloutAlgorithm,
+        corrected: bool,
+        startable: Callable[[LaunchedServer], bool],
+    ) -> None:
         """Check against the other sections; raises ValueError. temperature: rollout.temperature; corrected: whether a
-        [correction] is on; startable: whether the run has CPUs or GPUs for servers of teachers."""
+        [correction] is on; startable: whether the run has CPUs or GPUs for a teacher's server."""
         for name, teacher in self.teachers.items():
             if teacher.by_server and temperature != 1:
                 raise ValueError(
@@ -200,11 +244,11 @@ class Teaching(Part):
                     "and the student would be compared at two temperatures: set rollout.temperature = 1, or have the "
                     "trainer score (kind = 'weights', or 'self' with weights = 'reference')"
                 )
-            if isinstance(teacher.part, StartedServer | MadeServer) and not startable:
+            if isinstance(teacher.part, StartedServer | MadeServer) and not startable(teacher.part):
                 raise ValueError(
                     f"teacher {name!r} has no url, and a run starts servers of teachers on GPUs of "
-                    "[cluster.pools.teachers] or, with rollout.engine = 'embedded', on CPUs: add that pool, or start "
-                    "an SGLang server for it and give its url"
+                    "[cluster.pools.teachers] or, with rollout.engine = 'embedded' or its own engine = 'embedded', on "
+                    "CPUs: add that pool, or start an SGLang server for it and give its url"
                 )
         if algorithm.shuffle_advantages:
             raise ValueError(

@@ -173,6 +173,6 @@ def model_plan(config: RunConfig, run_dir: Path, served: Path, weights: Path) ->
         weights=weights,
         hf=hf,
         model=model,
-        placement=plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers),
+        placement=plan_placement(config.cluster, config.parallel, config.servers, config.teacher_rollouts),
         tokenizer=run_tokenizer(served),
     )

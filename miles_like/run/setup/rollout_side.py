@@ -56,22 +56,16 @@ def server_launch(config: RunConfig, served: Path, logs: Path, slot: Slot, *, ro
 
 def teacher_launch(config: RunConfig, served: Path, logs: Path, slot: Slot) -> ServerLaunch:
     """The launch settings of a teacher's server in `slot` with the model in `served`. It scores and never releases its
-    memory; in a slot without GPUs it is an embedded server."""
-    rollout = config.rollout
-    if slot.gpus:
-        engine = rollout.model_copy(update={"sglang": rollout.sglang.model_copy(update={"enable_memory_saver": False})})
-    else:
-        embedded = rollout.embedded.model_copy(update={"return_gates": False, "tp_size": 1, "ep_size": 1})
-        engine = rollout.model_copy(update={"engine": "embedded", "embedded": embedded})
+    memory."""
     return ServerLaunch(
         model_path=served,
-        config=engine,
+        config=config.teacher_rollouts[slot.index],
         log_dir=logs,
         node_rank=slot.node_rank,
         nnodes=slot.nnodes,
         return_routed_experts=False,
         title="server of teacher",
-        env=plain_values(rollout.env),
+        env=plain_values(config.rollout.env),
     )
 
 

@@ -29,7 +29,15 @@ from miles_like.config.sections.distillation import (
     Teaching,
 )
 from miles_like.config.sections.make import MakeConfig
-from miles_like.experience.teachers import PromptOf, ServerTeacher, Teacher, Teachers, TrainerTeacher, as_it_is
+from miles_like.experience.teachers import (
+    PromptOf,
+    ServerTeacher,
+    Teacher,
+    TeacherProcess,
+    Teachers,
+    TrainerTeacher,
+    as_it_is,
+)
 from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.hf.teacher_prompt import privileged
 from miles_like.hf.tokenizer import load_tokenizer
@@ -62,7 +70,7 @@ class RunTeachers:
         self.config, self.section = config, config.distillation
         self.run_dir, self.student, self.tokenizer, self.console = run_dir, student, tokenizer, console
         self._paths: dict[str, Path] = {}  # of teachers of weights: a converted directory; of servers: Hugging Face's
-        self._placement = plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers)
+        self._placement = plan_placement(config.cluster, config.parallel, config.servers, config.teacher_rollouts)
         self._servers: RayServers | None = None
         self._urls: dict[str, str] = {}
 
@@ -152,10 +160,34 @@ class RunTeachers:
             case RunningServer(url=url, key_file=key_file):
                 own = client(url, key=None if key_file is None else read_key(Path(key_file)))
             case StartedServer() | MadeServer():
-                own = client(self._urls[name], log=self.run_dir / "logs" / "teachers", key=self.key)
+                return replace(
+                    teacher,
+                    started=self._started(name, partial(client, log=self.run_dir / "logs" / "teachers", key=self.key)),
+                    other_tokenizer=self._other_tokenizer,
+                    own=True,
+                    early=self._stock(name),
+                )
             case _:
                 return teacher
-        return replace(teacher, clients=(own,), other_tokenizer=self._other_tokenizer, own=True)
+        return replace(teacher, clients=(own,), other_tokenizer=self._other_tokenizer, own=True, early=True)
+
+    def _stock(self, name: str) -> bool:
+        """Whether its server is stock SGLang. An embedded one is asked for all groups of a step at once: the last bits
+        of its log-probs depend on what is in a batch, and a resumed run has the same bits."""
+        return self.config.teacher_rollouts[list(self.section.started).index(name)].engine == "sglang"
+
+    def _started(self, name: str, client: Callable[[str], SGLangClient]) -> TeacherProcess:
+        servers, url = self._servers, self._urls[name]
+        assert servers is not None, "teachers before launch"
+
+        def say(text: str) -> None:
+            self.console.print(f"{'':12}{text}", markup=False, soft_wrap=True)
+
+        def restart() -> SGLangClient:
+            servers.replace([url], say)
+            return client(url)
+
+        return TeacherProcess(client=client(url), ended=lambda: servers.ended(url), restart=restart, say=say)
 
     def _other_tokenizer(self, directory: Path) -> str | None:
         """How the tokenizer of `directory` differs from the student's; None: it does not."""

@@ -10,7 +10,7 @@ import pytest
 from tests.support.placed import CONFIGS, PLACED, RAYLET, check_light, check_seen, probe, reserved, shipped
 from tests.support.pretended import PretendedCluster, pretended_cluster
 
-LARGE = [path for path in CONFIGS if path.stem in PLACED and max(PLACED[path.stem].ranks)[0] >= 2]
+LARGE = [path for path in CONFIGS if path.stem in PLACED and PLACED[path.stem].nodes > 2]
 HOSTS = range(11, 43)  # in the order of the run
 
 pytestmark = pytest.mark.long(beside="tests/miles_like/cluster/test_run_nodes.py")

@@ -89,15 +89,17 @@ def test_critic_and_reference_and_teachers_have_pools_of_their_own() -> None:
     named = pools(trainer=("0", None), rollout=("1", None), critic=("2", "0-1"), reference=("2", "2-3"))
     named = named.model_copy(update={"teachers": PoolConfig(nodes="1-2")})
     cluster = ClusterConfig(nodes=3, gpus_per_node=4, pools=named)
-    plan = plan_placement(cluster, ParallelConfig(dp=2), rollout(1, 4), 2)
+    plan = plan_placement(cluster, ParallelConfig(dp=2), rollout(1, 4), [rollout(1, 4)] * 2)
     assert [(s.role, s.node, s.gpus) for s in plan.critics()] == [("critic", 2, (0,)), ("critic", 2, (1,))]
     assert places(plan, "reference") == [(2, 2), (2, 3)]
     assert places(plan, "teachers") == [(node, gpu) for node in (1, 2) for gpu in range(4)]
     assert [plan.ports_of(role) for role in ("rollout", "teachers")] == [(0, 3), (1, 3)]
-    embedded = plan_placement(cluster, ParallelConfig(dp=2), RolloutConfig(), 3)
+    embedded = plan_placement(cluster, ParallelConfig(dp=2), RolloutConfig(), [RolloutConfig()] * 3)
     assert [(s.node, s.gpus) for s in embedded.of("teachers")] == [(1, ()), (2, ()), (1, ())]  # on CPU
     assert plan.nodes == 3
-    alone = plan_placement(ClusterConfig(nodes=1, gpus_per_node=4), ParallelConfig(dp=2), RolloutConfig(), 6)
+    alone = plan_placement(
+        ClusterConfig(nodes=1, gpus_per_node=4), ParallelConfig(dp=2), RolloutConfig(), [RolloutConfig()] * 6
+    )
     assert [(s.role, s.node, s.gpus) for s in alone.critics()] == [("critic", 0, (0,)), ("critic", 0, (1,))]
     assert alone.of("reference") == () and {s.node for s in alone.of("teachers")} == {0}
 
@@ -112,7 +114,10 @@ def test_servers_of_teachers_that_do_not_fit_their_pool_are_refused(gpus: str, t
     named = pools(trainer=others, rollout=others, teachers=(None, gpus))
     with refuses(ValueError, *facts):
         plan_placement(
-            ClusterConfig(nodes=1, gpus_per_node=8, pools=named), ParallelConfig(dp=2), rollout(1, 2), teachers
+            ClusterConfig(nodes=1, gpus_per_node=8, pools=named),
+            ParallelConfig(dp=2),
+            rollout(1, 2),
+            [rollout(1, 2)] * teachers,
         )
 
 

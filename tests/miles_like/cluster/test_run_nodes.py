@@ -34,7 +34,7 @@ from tests.support.placed import (
 from tests.support.pretended import Probe, pretended_cluster
 
 QWEN = next(path for path in CONFIGS if path.stem == "qwen3_30b_a3b")
-SMALL = [path for path in CONFIGS if path.stem not in PLACED or max(PLACED[path.stem].ranks)[0] < 2]
+SMALL = [path for path in CONFIGS if path.stem not in PLACED or PLACED[path.stem].nodes <= 2]
 # of one node, as those in slots are of two; and what is not in the table yet
 FIRST = [path for path in SMALL if path.stem not in PLACED or path.stem == "moonlight_16b_a3b"]
 HERE = "tests/miles_like/cluster/test_run_nodes.py"

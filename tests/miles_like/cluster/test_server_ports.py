@@ -65,7 +65,7 @@ def test_servers_of_teachers_have_other_ports_than_the_rollout_s(
     pools = ["trainer.nodes=1", "rollout={nodes='0',gpus='0-3'}", "teachers={nodes='0',gpus='4-7'}"]
     settings = ["distillation.mode=added", "parallel.dp=2", "rollout.servers=2", *teachers, *port]
     config = load_config(CONFIGS / "qwen3_30b_a3b.toml", [*settings, *(f"cluster.pools.{pool}" for pool in pools)])
-    plan = plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers)
+    plan = plan_placement(config.cluster, config.parallel, config.servers, config.teacher_rollouts)
     bound: list[int] = []
     for role in ("rollout", "teachers"):
         slots = plan.of(role)
@@ -77,12 +77,13 @@ def test_servers_of_teachers_have_other_ports_than_the_rollout_s(
             dist_init = int(launch.dist_init_addr.rpartition(":")[2])
             ports = stock_ports(launch.port, dist_init, attention_dp=False, nnodes=1)
             bound += [port.number for port in ports]
-    planned = server_ports(plan, config.rollout, [range_])
+    planned = server_ports(plan, config.rollout, [range_], teachers=config.teacher_rollouts)
     assert [p.number for p in planned[0]] == bound and len(set(bound)) == len(bound) and planned.keys() == {0}
     assert port or max(bound) < range_[0]
     servers = [f"{kind} {i}" for kind in ("rollout server", "server of teacher") for i in range(2)]
     assert list(dict.fromkeys(p.server for p in planned[0])) == servers
-    alone = server_ports(plan, config.rollout, [range_], local=True)  # there a teacher's server takes any free port
+    alone = server_ports(plan, config.rollout, [range_], teachers=config.teacher_rollouts, local=True)
+    # there a teacher's server takes any free port
     assert {p.server for ports in alone.values() for p in ports} == (set(servers[:2]) if port else set())
 
 

@@ -13,12 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from miles_like.batch.packer import Packer
-from miles_like.experience.teachers import ServerTeacher, Teachers, TeacherScores, TrainerTeacher
+from miles_like.experience.teachers import ServerTeacher, TeacherProcess, Teachers, TeacherScores, TrainerTeacher
 from miles_like.types import (
     TAUGHT,
     TEACHER,
@@ -31,6 +32,7 @@ from miles_like.types import (
     VersionSpan,
 )
 from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.wire.scores import PromptScores
 from tests.support.embedded_fixtures import oracle, save, served, service
 from tests.support.refusals import refuses
 from tests.support.spawn import free_port
@@ -180,8 +182,8 @@ def test_a_trainer_is_not_asked_about_nothing() -> None:
 class Constant:
     """Says one number of every token."""
 
-    def __init__(self, value: float) -> None:
-        self.value = value
+    def __init__(self, value: float, early: bool = False) -> None:
+        self.value, self.early = value, early
         self.closed = False
 
     async def start(self) -> None: ...
@@ -267,3 +269,127 @@ def test_the_rollout_s_own_clients_stay_open() -> None:
         wanted: Any = client
         asyncio.run(ServerTeacher(name="t", clients=[wanted], **how).close())
     assert own.closed and not lent.closed
+
+
+class Counting(Constant):
+    """Says of every token how often it was asked, and waits until it may answer."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0, early=True)
+        self.asked: list[list[str]] = []
+        self.may = asyncio.Event()
+
+    async def score(self, groups: Sequence[SampleGroup]) -> list[list[TeacherScores]]:
+        self.asked.append([g.prompt.id for g in groups])
+        self.value = float(len(self.asked))
+        await self.may.wait()
+        return await super().score(groups)
+
+
+def test_a_complete_group_is_asked_for_while_others_are_sampled() -> None:
+    """Each once. A group that came otherwise, as one that a checkpoint brought back, is asked for with its step."""
+
+    async def run() -> tuple[list[list[str]], list[SampleGroup], dict[str, float]]:
+        teacher = Counting()
+        teachers = Teachers({"t": teacher}, lambda source: "t")
+        early, late = groups()
+        teachers.begin(early)
+        await asyncio.sleep(0)
+        assert teacher.asked == [["a"]], "before anything waits for it"
+        trained = replace(early, samples=tuple(replace(s, text="scored") for s in early.samples))
+        teacher.may.set()
+        done = await teachers.score([trained, late])
+        return teacher.asked, done, teachers.metrics(done)
+
+    asked, done, found = asyncio.run(run())
+    assert asked == [["a"], ["b"]] and found["distill/asked_early"] == 0.5
+    assert all(bool(s.streams[TEACHER][s.loss_mask].all()) for g in done for s in g.samples)
+    assert done[0].samples[0].text == "scored"
+
+
+def test_a_group_of_other_samples_is_asked_for_again() -> None:
+    async def run() -> list[list[str]]:
+        teacher = Counting()
+        teachers = Teachers({"t": teacher}, lambda source: "t")
+        first, _ = groups()
+        teachers.begin(first)
+        teacher.may.set()
+        await teachers.score([replace(first, samples=first.samples[:1])])
+        return teacher.asked
+
+    assert asyncio.run(run()) == [["a"], ["a"]]
+
+
+def test_the_error_of_an_early_request_is_raised_where_its_scores_are_needed() -> None:
+    class Failing(Constant):
+        async def score(self, groups: Sequence[SampleGroup]) -> list[list[TeacherScores]]:
+            raise RolloutError("teacher 'big': gone")
+
+    async def run() -> None:
+        teachers = Teachers({"t": Failing(0.0, early=True)}, lambda source: "t")
+        (first, _) = groups()
+        teachers.begin(first)
+        await asyncio.sleep(0.01)
+        with pytest.raises(RolloutError, match="gone"):
+            await teachers.score([first])
+
+    asyncio.run(run())
+
+
+class Flaky:
+    """A client that fails so many times, then gives -1 for every token."""
+
+    def __init__(self, failures: int, url: str = "http://here") -> None:
+        self.failures, self.url, self.closed = failures, url, False
+
+    async def score_after(self, texts: Sequence[Tensor], start: int, *, top: int) -> list[PromptScores]:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise RolloutError(f"server {self.url} closed the connection")
+        return [
+            PromptScores(logprobs=np.full(len(t) - 1 - start, -1.0, np.float32), top=None, routed_experts=None)
+            for t in texts
+        ]
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def process(client: Any, restarted: list[Any], **how: Any) -> TeacherProcess:
+    """Whose server has ended as often as there are others in `restarted`."""
+    return TeacherProcess(
+        client=client, ended=lambda: bool(restarted), restart=lambda: restarted.pop(0), say=lambda text: None, **how
+    )
+
+
+def test_a_server_that_has_ended_is_started_again_once_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several that fail at the same time; what is asked again is answered by the server that took its place."""
+    monkeypatch.setattr("miles_like.experience.teachers._PAUSE_S", 0.0)
+    dead, other = Flaky(1 << 30), Flaky(0, "http://other")
+    restarted: list[Any] = [other]
+    teacher = ServerTeacher(name="big", clients=(), at_once=1, started=process(dead, restarted))
+    (first, second) = asyncio.run(teacher.score(groups()))
+    assert [len(s.logprobs) for s in (*first, *second)] == [3, 5, 1, 0]
+    assert not restarted and dead.closed and teacher.servers == (other,)
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_request_is_sent_three_times(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_like.experience.teachers._PAUSE_S", 0.0)
+    client: Any = Flaky(failures)
+    for how in ({"clients": (client,)}, {"clients": (), "started": process(Flaky(failures), [])}):
+        client.failures = failures
+        scored = ServerTeacher(name="big", **how).score(groups())  # type: ignore[arg-type]
+        if failures < 3:
+            assert len(asyncio.run(scored)) == 2
+        else:
+            with refuses(RolloutError, "big", "http://here"):
+                asyncio.run(scored)
+
+
+def test_a_server_that_ends_again_and_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_like.experience.teachers._PAUSE_S", 0.0)
+    others: list[Any] = [Flaky(1 << 30, f"http://{i}") for i in range(9)]
+    teacher = ServerTeacher(name="big", clients=(), started=process(Flaky(1 << 30), others, restarts=1))
+    with refuses(RolloutError, "big", "http://0", "again"):
+        asyncio.run(teacher.score(groups()))
