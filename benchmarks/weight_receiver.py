@@ -1,4 +1,4 @@
-"""A process that receives weights as a server does and keeps none: by handles of shared memory and in a process group.
+"""A process that receives weights as a rank of a server does: by handles of shared memory and in a process group.
 
 What a publication costs beside the copies and broadcasts that it cannot do without: rates of both, by the same memory
 and the same two processes.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -17,40 +18,73 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch import Tensor
+from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
 from miles_like.types import NamedTensor
 from rollout.config import PublishConfig
-from rollout.embedded.updates.groups import UpdateGroups
-from rollout.embedded.updates.segments import read_segment
+from rollout.publish.buffers import DIRECTORY
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.sglang.ports import free_port
 from rollout.wire import endpoints
-from rollout.wire.control import DestroyGroup, InitGroup, UpdateFromDistributed
+from rollout.wire.control import InitGroup, UpdateFromDistributed
+from rollout.wire.flat import HEADER, Layout, decode_segment, dtype_of, flat_bytes, layout_of
 from rollout.wire.groups import join_group, leave_group
 
 BUCKET = 64 << 20
-MOST = 1 << 40
 LIMIT_S = 600.0
+
+
+class _Rank:
+    """Receives as a rank of stock SGLang does: it maps a segment, or receives a broadcast in memory that it has, and
+    copies each tensor to its parameter."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, Tensor] = {}
+        self.bucket = torch.zeros(0, dtype=torch.uint8)
+        self.group: ProcessGroup | None = None
+
+    def load(self, flat: Tensor, layout: Layout) -> None:
+        for t in layout:
+            kept = self.parameters.setdefault(t.name, torch.zeros(t.nbytes, dtype=torch.uint8))
+            kept.copy_(flat[t.start : t.start + t.nbytes])
+
+    def open_segment(self, text: str) -> None:
+        name, layout = decode_segment(text)
+        with (DIRECTORY / name[1:]).open("r+b") as f, mmap.mmap(f.fileno(), 0) as mapped:
+            flat = torch.frombuffer(mapped, dtype=torch.uint8, offset=HEADER)
+            self.load(flat, layout)
+            del flat
+
+    def join(self, asked: InitGroup) -> None:
+        store = TCPStore(asked.master_address, asked.master_port, None, False, timedelta(seconds=LIMIT_S), False)
+        size, name = asked.world_size, asked.group_name
+        self.group = join_group(store, name=name, rank=1, size=size, backend="gloo", timeout_s=LIMIT_S)
+
+    def receive(self, asked: UpdateFromDistributed) -> None:
+        layout = layout_of(zip(asked.names, map(dtype_of, asked.dtypes), asked.shapes, strict=True))
+        if self.bucket.nbytes < flat_bytes(layout):
+            self.bucket = torch.zeros(flat_bytes(layout), dtype=torch.uint8)
+        assert self.group is not None
+        self.group.broadcast(self.bucket[: flat_bytes(layout)], 0).wait()
+        self.load(self.bucket, layout)
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    groups = UpdateGroups()
+    rank = _Rank()
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         match self.path:
             case endpoints.UPDATE_FROM_TENSOR:
-                read_segment(body["serialized_named_tensors"][0], MOST)
+                self.rank.open_segment(body["serialized_named_tensors"][0])
             case endpoints.INIT_GROUP:
-                self.groups.join(InitGroup.from_json(body), self.client_address[0])
+                self.rank.join(InitGroup.from_json(body))
             case endpoints.UPDATE_FROM_DISTRIBUTED:
-                self.groups.receive(UpdateFromDistributed.from_json(body), MOST)
-            case endpoints.DESTROY_GROUP:
-                self.groups.leave(DestroyGroup.from_json(body))
+                self.rank.receive(UpdateFromDistributed.from_json(body))
         answer = b'{"success": true, "message": ""}'
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
@@ -83,7 +117,7 @@ def receiver() -> Iterator[str]:
 
 
 def published(url: str, stream: list[NamedTensor], path: Literal["tensor", "distributed"]) -> float:
-    """Bytes/s of a publication, the second of two: the first one makes the group."""
+    """Bytes/s of a publication, the second of two: the first one makes the group, the segments and the parameters."""
     handles: dict[str, Any] = {"handles": "memory"} if path == "tensor" else {}
     config = PublishConfig(path=path, bucket_bytes=BUCKET, verify=False)
     target = PublishTarget(urls=(url,), kind="embedded", spec=None, config=config, timeout_s=LIMIT_S, **handles)

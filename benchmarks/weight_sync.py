@@ -7,8 +7,8 @@ The weights are those of a layer with experts of Qwen3-30B-A3B's shapes. A plain
 encode their shares and drop the result. Each figure is the median over the rounds of a ratio within one round; the
 first round does not count. Ranks are processes of one thread that have the weights in
 memory: the gather, the requests and the servers' loading are not in the figures of the disk. By handles and in a group
-one rank publishes the weights in BF16 to a process that receives them as the embedded server does and loads nothing:
-requests, packing and receiving are in these figures (`weight_receiver.py`).
+one rank publishes the weights in BF16 to a process that copies them to its parameters, as a rank of stock SGLang does:
+requests, packing, receiving and that copy are in these figures (`weight_receiver.py`).
 
     python benchmarks/weight_sync.py [--quick] [--directory DIR]
 """

@@ -38,6 +38,10 @@ class Buffer:
         return self.memory.nbytes
 
     @property
+    def is_there(self) -> bool:
+        return True
+
+    @property
     def tensor(self) -> Tensor:
         """The bucket, flat."""
         return self.memory[: flat_bytes(self.layout)]
@@ -87,8 +91,13 @@ class Segment:
             os.close(fd)
 
     def _remove(self) -> None:
-        self._path.unlink(missing_ok=True)  # a reader's torch may have removed it as that reader ended
+        self._path.unlink(missing_ok=True)
         _tracker(os.getpid()).unregister(self.name, "shared_memory")
+
+    @property
+    def is_there(self) -> bool:
+        """False where torch in a reader has removed it as the reader ended."""
+        return self._path.exists()
 
     @property
     def _path(self) -> Path:
@@ -108,6 +117,10 @@ class Holder(Protocol):
 
     @property
     def capacity(self) -> int: ...
+    @property
+    def is_there(self) -> bool:
+        """Whether it can still be opened."""
+
     def close(self) -> None: ...
 
 
@@ -138,6 +151,13 @@ class Pool(Generic[H]):
 
     def give_back(self, buffer: H) -> None:
         self._free.append(buffer)
+
+    def drop_removed(self) -> None:
+        """Close the free buffers that cannot be opened any more."""
+        for buffer in [b for b in self._free if not b.is_there]:
+            self._free.remove(buffer)
+            self._all.remove(buffer)
+            buffer.close()
 
     def close(self) -> None:
         """Close all buffers."""

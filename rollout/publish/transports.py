@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -75,20 +76,27 @@ class Inline:
 
 
 class MemoryHandles:
-    """Requests have the name of a segment of shared memory, which every rank of every server opens."""
+    """Requests have the name of a segment of shared memory, which every rank of every server opens.
+
+    Segments are kept for the next publication, because their pages take longer to make than to fill, and closed after
+    one that fails and with this object.
+    """
 
     limit = BUCKETS
 
     def __init__(self, target: PublishTarget) -> None:
         self._embedded, self._tp_size = target.kind == "embedded", target.tp_size
         self._pool = Pool(Segment)
+        weakref.finalize(self, self._pool.close)
 
     @contextmanager
     def ready(self, servers: ServerSet) -> Iterator[None]:
+        self._pool.drop_removed()
         try:
             yield
-        finally:
+        except BaseException:
             self._pool.close()
+            raise
 
     def pack(self, part: Sequence[NamedTensor]) -> Send:
         return partial(self._send, self._pool.holding(part))
