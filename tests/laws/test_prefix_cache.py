@@ -35,6 +35,7 @@ from tests.support.ranked import divided
 from tests.support.tiny_models import random_tensors, write_checkpoint
 
 REQUESTS, VERSIONS, LONGEST = 60, 3, 60
+LONG = [pytest.mark.slow, pytest.mark.long(beside="tests/laws/test_prefix_cache.py")]
 SLOTS = 112  # two samples: pages are taken again
 
 
@@ -197,10 +198,8 @@ class World:
     [
         pytest.param("mla", 7, None, marks=pytest.mark.slow),
         ("gqa", 1024, None),
-        pytest.param("mla", 7, "ep2", marks=pytest.mark.slow),
-        pytest.param(
-            "gqa", 1024, "tp2", marks=[pytest.mark.slow, pytest.mark.long(beside="tests/laws/test_prefix_cache.py")]
-        ),
+        pytest.param("mla", 7, "ep2", marks=LONG),
+        pytest.param("gqa", 1024, "tp2", marks=LONG),
     ],
 )
 def test_what_is_cached_changes_no_bit(

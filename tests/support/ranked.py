@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,15 @@ from tests.support.spawn import warm_context
 LAYOUTS = {"tp2": (2, 1), "ep2": (2, 2), "tp4, ep2": (4, 2)}  # ranks, groups of them that the experts are divided over
 
 
-@functools.cache
+LIMIT_S = 900.0  # beside many other processes a rank may be slow for minutes
+_crews: dict[int, Crew] = {}
+
+
 def crew(ranks: int) -> Crew:
     """The other ranks, for one service after the other."""
-    found = Crew(ranks, context=warm_context())
-    atexit.register(found.stop)
-    return found
+    if ranks not in _crews or _crews[ranks].failure:
+        _crews[ranks] = Crew(ranks, limit_s=LIMIT_S, context=warm_context())
+    return _crews[ranks]
 
 
 def divided(path: Path, limits: EngineLimits, layout: str, **how: Any) -> Service:

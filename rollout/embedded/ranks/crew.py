@@ -28,7 +28,7 @@ from rollout.embedded.ranks.follower import follow
 from rollout.embedded.ranks.gloo import GlooExchange, RankLost
 from rollout.embedded.ranks.packed import pack
 
-LIMIT_S = 60.0  # without a beat, or in an exchange, after which a rank is given up
+LIMIT_S = 120.0  # without a beat, or in an exchange, after which a rank is given up
 _POLL_S = 0.5
 _EXPLAIN_S = 5.0  # an error of an exchange is seen before the end of the process that caused it
 _STOP_S = 5.0
@@ -218,7 +218,7 @@ class LedModel(Model):
         self._crew = crew
 
     def forward(self, batch: ForwardBatch, cache: KVCache, states: list[Tensor] | None = None) -> Tensor:
-        self._crew.post("forward", pack(batch))
+        self._crew.post("forward", pack(batch, cache.page))
         return super().forward(batch, cache, states)
 
     def logits(self, x: Tensor, rows: Tensor | slice | None = None) -> Tensor:

@@ -86,7 +86,7 @@ class Follower:
     # ---- forward passes
 
     def forward(self, batch: Packed) -> None:
-        self._x = self._part.model.forward(unpack(batch), self._cache)
+        self._x = self._part.model.forward(unpack(batch, self._cache.page), self._cache)
 
     def logits(self, rows: NDArray[np.int64] | tuple[int, int] | None) -> None:
         self._part.model.logits(

@@ -1,4 +1,4 @@
-"""The inputs of a forward pass as they are sent to the other ranks: 32-bit integers, half of the bytes of tensors.
+"""The inputs of a forward pass as they are sent to the other ranks: 32-bit integers, and pages in place of their slots.
 
 Letters: as in `rollout.embedded.model.batch`.
 """
@@ -19,7 +19,8 @@ Ints = NDArray[np.int32]
 
 class PackedChunk(NamedTuple):
     rows: tuple[int, int]
-    key_slots: Ints
+    key_pages: Ints  # [B, pages that L positions fill]
+    length: int  # L
     q_start: Ints
     pad: Ints | None
     unpad: Ints | None
@@ -32,12 +33,14 @@ class Packed(NamedTuple):
     chunks: tuple[PackedChunk, ...]
 
 
-def pack(batch: ForwardBatch) -> Packed:
-    """Slots, tokens and positions are below 2^31: a cache of more slots does not fit in any memory."""
+def pack(batch: ForwardBatch, page: int) -> Packed:
+    """page: slots of a page of the cache; positions of a sequence fill whole pages, in order. Slots, tokens and
+    positions are below 2^31: a cache of more slots does not fit in any memory."""
     chunks = tuple(
         PackedChunk(
             rows=(c.rows.start, c.rows.stop),
-            key_slots=_ints(c.key_slots),
+            key_pages=_ints(c.key_slots[:, ::page] // page),
+            length=c.key_slots.shape[1],
             q_start=_ints(c.q_start),
             pad=None if c.pad is None else _ints(c.pad),
             unpad=None if c.unpad is None else _ints(c.unpad),
@@ -47,11 +50,13 @@ def pack(batch: ForwardBatch) -> Packed:
     return Packed(_ints(batch.tokens), _ints(batch.positions), _ints(batch.slots), chunks)
 
 
-def unpack(packed: Packed) -> ForwardBatch:
+def unpack(packed: Packed, page: int) -> ForwardBatch:
+    """Slots past the end of a sequence, which are masked, may be others than those that were packed."""
+    within = torch.arange(page)
     chunks = [
         Chunk(
             rows=slice(*c.rows),
-            key_slots=_tensor(c.key_slots),
+            key_slots=(_tensor(c.key_pages)[:, :, None] * page + within).flatten(1)[:, : c.length],
             q_start=_tensor(c.q_start),
             pad=None if c.pad is None else _tensor(c.pad),
             unpad=None if c.unpad is None else _tensor(c.unpad),

@@ -171,7 +171,7 @@ def test_bytes_of_one_expert_times_their_number_are_those_of_all(
         ((4, 1), {}, ("num_key_value_heads", 2, "tp_size", 4)),
         ((2, 4), {}, ("tp_size", 2, "ep_size", 4)),
         # of 192 rows of queries each rank's 96 would end or begin inside a block
-        ((2, 1), {"format": "fp8"}, ("q_proj", 192, 96, 128, "tp_size")),
+        ((2, 1), {"format": "fp8"}, ("model.layers.0.self_attn.q_proj.weight", 192, 96, 128)),
     ],
 )
 def test_ranks_that_an_embedded_server_cannot_have_are_refused(

@@ -99,6 +99,14 @@ def test_the_other_ranks_end_with_rank_0(path: Path, tmp_path: Path) -> None:
         assert wait_until(lambda: not Path(f"/proc/{r.others[0]}").exists(), 30)
 
 
+def test_a_server_that_is_stopped_leaves_no_rank(path: Path, tmp_path: Path) -> None:
+    """SIGTERM reaches all ranks at once: those that end with rank 0 are no failure."""
+    with running(path, tmp_path) as r:
+        os.killpg(r.server.pid, signal.SIGTERM)
+        assert wait_until(lambda: not r.server.alive() and not living(r.server.pid), 30)
+        assert "error" not in r.server.log.read_text()
+
+
 @pytest.mark.parametrize(
     ("sizes", "facts"),
     [
