@@ -102,7 +102,7 @@ class ServerSet:
     def get(self, endpoint: str, check: Callable[[str, str, Any], T]) -> list[T]:
         """GET from all servers; returns what `check` makes of URL, endpoint and reply of each. Raises RolloutError as
         `ask`, also of `check`."""
-        return self._post(endpoint, [None] * len(self.urls), check)
+        return self._post(endpoint, [b""] * len(self.urls), check)
 
     def change(self, endpoint: str, body: Json, settled: Settled = _nothing) -> None:
         """`ask` for an endpoint that replies with an Outcome. Raises RolloutError unless it is a success.
@@ -119,7 +119,7 @@ class ServerSet:
     def _post(
         self,
         endpoint: str,
-        contents: Sequence[bytes | None],
+        contents: Sequence[bytes],
         check: Callable[[str, str, Any], T],
         settled: Settled = _nothing,
     ) -> list[T]:
@@ -146,10 +146,11 @@ class ServerSet:
 
         return self._all(posted)
 
-    def _read(self, url: str, endpoint: str, content: bytes | None, headers: Mapping[str, str]) -> httpx.Response:
-        """The complete reply. Raises RolloutError for a compressed one, or for more than REPLY_BYTES."""
+    def _read(self, url: str, endpoint: str, content: bytes, headers: Mapping[str, str]) -> httpx.Response:
+        """The complete reply, to a GET where there is no content. Raises RolloutError for a compressed one, or for more
+        than REPLY_BYTES."""
         parts, size = [], 0
-        method = "GET" if content is None else "POST"
+        method = "POST" if content else "GET"
         with self._http.stream(method, url + endpoint, content=content, headers=headers) as response:
             check_plain(response, url=url, endpoint=endpoint)
             for part in response.iter_raw():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from miles_like.types import NamedTensor
-from rollout.embedded.model.weights import WeightStore
+from rollout.embedded.ranks.part import Part
 from rollout.embedded.server.service import Service
 
 SLOW_S = 4.0
@@ -69,12 +69,12 @@ STALE = "lm_head.weight"
 
 def plant_stale() -> None:
     """The server holds and hashes what it is sent, and computes with the first value of one weight for ever."""
-    publish, first = Service._publish, dict[str, Any]()
+    commit, first = Part.commit, dict[str, Any]()
 
-    def publishing(self: Service, store: WeightStore, changed: Iterable[str] | None) -> None:
-        if not first:
-            first[STALE] = self.store[STALE]
-        publish(self, store.replaced(first), None)
-        self.store = store
+    def committing(self: Part) -> None:
+        assert self._next is not None
+        first.setdefault(STALE, self.store[STALE])
+        self._next = self._next._replace(weights=self.preparation.prepare(self._next.store.replaced(first)))
+        commit(self)
 
-    Service._publish = publishing  # type: ignore[method-assign]
+    Part.commit = committing  # type: ignore[method-assign]
