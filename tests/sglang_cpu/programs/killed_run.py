@@ -1,7 +1,7 @@
-"""The command line of a run whose driver is killed SECONDS after it has published version VERSION, and so while samples
-of that version or the step after it are under way:
+"""The command line of a run whose driver is killed SECONDS after it has written the row of step STEP, and so while
+samples of the next step or its training are under way:
 
-    python tests/sglang_cpu/programs/killed_run.py VERSION SECONDS train CONFIG ...
+    python tests/sglang_cpu/programs/killed_run.py STEP SECONDS train CONFIG ...
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ import os
 import signal
 import sys
 import threading
-from typing import Any
+from collections.abc import Mapping
 
-from miles_like.cluster.trainer_ranks import RayTrainer
+from miles_like.loop.recorder import Recorder
 
 if __name__ == "__main__":
     from miles_like.cli import main
 
     last, seconds = int(sys.argv[1]), float(sys.argv[2])
-    publish = RayTrainer.publish
+    write = Recorder.write_end
 
-    async def published(self: Any, *, version: int) -> Any:
-        report = await publish(self, version=version)
-        if version == last:
+    def written(self: Recorder, step: int, row: Mapping[str, float]) -> None:
+        write(self, step, row)
+        if step == last:
             timer = threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGKILL])
             timer.daemon = True
             timer.start()
-        return report
 
-    RayTrainer.publish = published  # type: ignore[method-assign]
+    Recorder.write_end = written  # type: ignore[method-assign]
     del sys.argv[1:3]
     main()
