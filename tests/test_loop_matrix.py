@@ -13,7 +13,7 @@ import pytest
 
 from miles_like.config.load import load_config
 from tests.support.covering import Row, all_rows, covering_rows, pairs_of
-from tests.support.loop_matrix import FACTORS, allowed, loop_settings, page, rows, settings
+from tests.support.loop_matrix import FACTORS, allowed, in_flight, loop_settings, page, rows, settings
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "tiny_bf16.toml"
@@ -50,9 +50,7 @@ def test_what_is_left_out_is_what_a_configuration_refuses(values: tuple[object, 
 def test_each_row_is_a_configuration_and_the_page_shows_it() -> None:
     for row in rows():
         config = load_config(CONFIG, [*STOCK, *settings(row)])
-        assert config.in_flight_at_publication is (
-            row["partial"] or (row["staleness"] > 0 and row["pause"] != "retract")
-        )
+        assert config.in_flight_at_publication is in_flight(row)
     assert page() in (ROOT / "docs" / "engine.md").read_text()
 
 

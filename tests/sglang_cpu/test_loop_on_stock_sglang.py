@@ -23,7 +23,16 @@ from miles_like.checkpoint.ledger_audit import audit
 from tests.sglang_cpu.conftest import Run
 from tests.sglang_cpu.served import CONFIGS, INTERPRETER, PROGRAMS, ROOT, SETTINGS, every_layer_routed, given
 from tests.support.covering import Row
-from tests.support.loop_matrix import EVALUATED_EVERY, FACTORS, KILLED_AFTER, SAVED_EVERY, STEPS, rows, settings
+from tests.support.loop_matrix import (
+    EVALUATED_EVERY,
+    FACTORS,
+    KILLED_AFTER,
+    SAVED_EVERY,
+    STEPS,
+    in_flight,
+    rows,
+    settings,
+)
 
 pytestmark = pytest.mark.slow
 KL_MAX = 1e-3  # of two kernels in BF16 and equal weights (miles_like/verify/allowance.py)
@@ -94,8 +103,7 @@ def check_versions(row: Row, steps: int, run_dir: Path) -> None:
             masked = len(sample["token_ids"]) - len(prompt) - trained
             assert masked == 0 or row["partial"]
             went_on += masked > 0 or len(versions) > 1
-    in_flight = row["partial"] or (row["staleness"] > 0 and row["pause"] != "retract")
-    assert (went_on > 0) is in_flight, f"{went_on} samples went on under other weights"
+    assert (went_on > 0) is in_flight(row), f"{went_on} samples went on under other weights"
 
 
 def check_ledger(run_dir: Path, steps: int) -> None:

@@ -55,6 +55,11 @@ def loop_settings(row: Row) -> list[str]:
     return out
 
 
+def in_flight(row: Row) -> bool:
+    """Whether samples are in flight at a publication, so that they have tokens of several versions."""
+    return bool(row["partial"]) or (row["staleness"] > 0 and row["pause"] != "retract")
+
+
 def settings(row: Row, steps: int = STEPS) -> list[str]:
     """All settings of the row, without those of the model and of SGLang's interpreter."""
     out = [*loop_settings(row), f"rollout.servers={row['servers']}", f"rollout.sglang.tp_size={row['tp']}"]
@@ -62,7 +67,9 @@ def settings(row: Row, steps: int = STEPS) -> list[str]:
         out.append("rollout.env={SGLANG_CPU_OMP_THREADS_BIND='0|1'}")  # ranks on one NUMA node
     out += [f"eval.every={EVALUATED_EVERY if row['evaluation'] else 0}", "eval.max_prompts=4"]
     out += [f"checkpoint.every={SAVED_EVERY}", f"train.steps={steps}"]
-    out += ["train.groups_per_step=4", "train.samples_per_group=2", "rollout.max_new_tokens=48"]
+    # where groups should be in flight still when others are trained, answers have very different lengths
+    tokens = 160 if in_flight(row) else 48
+    out += ["train.groups_per_step=4", "train.samples_per_group=2", f"rollout.max_new_tokens={tokens}"]
     out += ["publish.bucket_bytes=65536", "optimizer.lr=1e-3", "optimizer.warmup_steps=0"]
     # checks of weights before every step; a reward that a model of random weights gets different values of
     out += ["mismatch.checksums_every=1", "mismatch.check_prompts=2", "reward.name=tests.support.local_run:low_tokens"]
