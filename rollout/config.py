@@ -11,6 +11,7 @@ from miles_like.variables import read_variables
 
 # the attention backends of SGLang 0.5.23 for NVIDIA GPUs that have deterministic kernels
 DETERMINISTIC_ATTENTION = ("fa3", "fa4", "flashinfer", "triton")
+VLLM_VERSION = "0.32.0"  # its endpoints change between versions
 
 
 class SGLangFlags(Section):
@@ -42,11 +43,7 @@ class SGLangFlags(Section):
 
     @model_validator(mode="after")
     def the_interpreter_is_a_path(self) -> SGLangFlags:
-        if self.python is not None and not self.python.startswith("/"):
-            raise ValueError(
-                f"rollout.sglang.python = {self.python!r} is no path of an interpreter, the same on every node: "
-                "give an absolute one, or one that starts with ./ and is then relative to its file"
-            )
+        _check_interpreter("sglang", self.python)
         return self
 
     @model_validator(mode="after")
@@ -58,6 +55,36 @@ class SGLangFlags(Section):
                 f"{', '.join(DETERMINISTIC_ATTENTION)}, or enable_deterministic_inference = false"
             )
         return self
+
+
+class VLLMFlags(Section):
+    """Flags of a stock vLLM server that this project sets, under vLLM's names with underscores."""
+
+    # not a flag: path of the Python of the virtual environment that has vLLM; None: the trainer's
+    python: str | None = None
+    tensor_parallel_size: int = Field(1, ge=1)  # GPUs of a server, over which tensor parallelism divides the model
+    enable_expert_parallel: bool = False  # whole experts on each of these ranks instead of a part of every expert
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and activations; auto: that of the checkpoint
+    # share of a GPU's memory for weights and KV cache; on a CPU of the host's memory
+    gpu_memory_utilization: float = Field(0.8, gt=0, lt=1)
+    kv_cache_dtype: Literal["auto", "bfloat16"] = "auto"  # auto: that of the model
+    max_model_len: int | None = Field(None, ge=8)  # most tokens of a prompt and its response; None: the model's
+    max_num_seqs: int | None = Field(None, ge=1)  # samples that are generated at the same time; None: vLLM's default
+    max_logprobs: int | None = Field(None, ge=1)  # most candidates at a position for a teacher; None: vLLM's, 20
+    enforce_eager: bool = False  # no CUDA graphs and no compilation
+
+    @model_validator(mode="after")
+    def the_interpreter_is_a_path(self) -> VLLMFlags:
+        _check_interpreter("vllm", self.python)
+        return self
+
+
+def _check_interpreter(engine: str, python: str | None) -> None:
+    if python is not None and not python.startswith("/"):
+        raise ValueError(
+            f"rollout.{engine}.python = {python!r} is no path of an interpreter, the same on every node: "
+            "give an absolute one, or one that starts with ./ and is then relative to its file"
+        )
 
 
 class EmbeddedFlags(Section):
@@ -80,7 +107,8 @@ class EmbeddedFlags(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["embedded", "sglang"] = "embedded"  # the CPU engine of this project, or stock SGLang
+    # the CPU engine of this project, stock SGLang, or stock vLLM (docs/vllm.md)
+    engine: Literal["embedded", "sglang", "vllm"] = "embedded"
     servers: int = Field(1, ge=1)  # number of servers
     max_new_tokens: int = Field(64, ge=1)  # tokens of a response, or of one turn of an episode
     temperature: float = Field(1.0, gt=0)  # of sampling; the trainer computes log-probabilities at it too
@@ -105,6 +133,7 @@ class RolloutConfig(Section):
     call_timeout_s: float = Field(1800.0, gt=0)  # per answer of `environment`, per prompt of `generate`
     embedded: EmbeddedFlags = EmbeddedFlags()
     sglang: SGLangFlags = SGLangFlags()
+    vllm: VLLMFlags = VLLMFlags()
     env: dict[str, str] = Field(
         {}
     )  # environment variables of the servers; "" takes a secret from the driver's environment
@@ -129,12 +158,35 @@ class RolloutConfig(Section):
         """The largest number of tokens that can follow a prompt."""
         return self.max_episode_tokens or self.max_new_tokens
 
+    @property
+    def python(self) -> str | None:
+        """The Python of the servers' virtual environment; None: the trainer's."""
+        return {"embedded": None, "sglang": self.sglang.python, "vllm": self.vllm.python}[self.engine]
+
+    @property
+    def gpus_per_server(self) -> int:
+        """Where servers compute on GPUs."""
+        return {"embedded": 1, "sglang": self.sglang.tp_size, "vllm": self.vllm.tensor_parallel_size}[self.engine]
+
     @model_validator(mode="after")
     def the_engine_s_interpreter_is_used(self) -> RolloutConfig:
-        if self.sglang.python is not None and self.engine != "sglang":
+        for engine, python in (("sglang", self.sglang.python), ("vllm", self.vllm.python)):
+            if python is None or self.engine == engine:
+                continue
+            runs = ", which the trainer's own Python runs" if self.engine == "embedded" else ""
             raise ValueError(
-                f"rollout.sglang.python = {self.sglang.python!r} does nothing with rollout.engine = {self.engine!r}, "
-                "which the trainer's own Python runs: remove it, or set rollout.engine = 'sglang'"
+                f"rollout.{engine}.python = {python!r} does nothing with rollout.engine = {self.engine!r}{runs}: "
+                f"remove it, or set rollout.engine = {engine!r}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def log_probs_of_vllm_are_of_the_whole_vocabulary(self) -> RolloutConfig:
+        if self.engine == "vllm" and (self.top_k != -1 or self.top_p != 1.0):
+            raise ValueError(
+                f"rollout.top_k = {self.top_k} and rollout.top_p = {self.top_p:g}: a vLLM server reports "
+                "log-probabilities after both, the trainer computes them over the whole vocabulary: set top_k = -1 and "
+                "top_p = 1, or rollout.engine = 'sglang'"
             )
         return self
 

@@ -51,13 +51,15 @@ RULES = {
     "rollout.seeds": "",
     "rollout.wire": "miles_like.types",
     "rollout.server_key": "rollout.wire",
+    "rollout.vllm_command": "rollout.config",
     "rollout.guard": "rollout.server_key miles_like.limits miles_like.variables",
     "rollout.prompts": "miles_like.section miles_like.types",
     "rollout.sglang": f"{CONTRACTS} quant routing_replay rollout.config rollout.concurrency rollout.seeds"
-    " rollout.guard rollout.server_key rollout.server_url rollout.wire",
+    " rollout.guard rollout.server_key rollout.server_url rollout.vllm_command rollout.wire",
     "rollout.sglang.hooks": "",
+    "rollout.vllm": f"{CONTRACTS} routing_replay rollout.concurrency rollout.seeds rollout.sglang rollout.wire",
     "rollout.publish": f"{CONTRACTS} quant rollout.config rollout.server_key rollout.server_url rollout.sglang"
-    " rollout.wire",
+    " rollout.vllm rollout.wire",
     "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds",
     "rollout.embedded.families": "",
     "rollout.embedded.cache": "rollout.embedded.families",

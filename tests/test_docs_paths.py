@@ -25,7 +25,7 @@ TOP = (
     "benchmarks",
     "docs",
 )
-OF_TESTS = ("laws", "e2e", "gpu", "fuzz", "support", "sglang_cpu")  # a table of proofs leaves out `tests/`
+OF_TESTS = ("laws", "e2e", "gpu", "fuzz", "support", "sglang_cpu", "vllm_cpu")  # a table of proofs leaves out `tests/`
 CODE, LINK = re.compile(r"`([^`\n]+)`"), re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 PATH = re.compile(rf"(?:{'|'.join((*TOP, *OF_TESTS))})/[\w./*{{}},-]*\.(?:py|toml|md)")
 BRACES = re.compile(r"\{([^{}]*)\}")

@@ -34,6 +34,7 @@ SILENT = (
     "rollout.embedded.max_running_requests",
     "rollout.embedded.max_total_tokens",
     "rollout.sglang.*",
+    "rollout.vllm.*",
     "rollout.env.*",
 )
 # the saved state depends on these: prompt order, weights, group size, staleness bound

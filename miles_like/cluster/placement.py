@@ -120,9 +120,9 @@ def _servers(role: Role, servers: Sequence[RolloutConfig], pool: Pool, cluster: 
     """servers: the settings of each."""
     stock = [one.engine == "sglang" for one in servers]
     on_gpus = [s for s in range(len(servers)) if pool.gpus and (stock[s] or role == "rollout")]
-    widths = [servers[s].sglang.tp_size if stock[s] else 1 for s in on_gpus]
-    for width in widths:
-        _check_width(role, width, pool, cluster)
+    widths = [servers[s].gpus_per_server for s in on_gpus]
+    for s, width in zip(on_gpus, widths, strict=True):
+        _check_width(role, width, pool, cluster, vllm=servers[s].engine == "vllm")
     places = dict(zip(on_gpus, server_places(pool, widths), strict=True))
     if any(len(places[s]) < width for s, width in zip(on_gpus, widths, strict=True)):
         needs = "rollout needs" if role == "rollout" else "teachers need"
@@ -142,12 +142,13 @@ def _servers(role: Role, servers: Sequence[RolloutConfig], pool: Pool, cluster: 
     return slots
 
 
-def _check_width(role: Role, width: int, pool: Pool, cluster: ClusterConfig) -> None:
+def _check_width(role: Role, width: int, pool: Pool, cluster: ClusterConfig, *, vllm: bool) -> None:
     """Raises ValueError for a server of `width` GPUs that takes parts of nodes."""
     per_node = len(pool.gpus)
     if (width > per_node and width % per_node) or (width < per_node and per_node % width):
         pool_of = "" if cluster.pools.of(role) is None else f", of which cluster.pools.{role} has {per_node}"
-        key = "rollout.sglang.tp_size" if role == "rollout" else "tp_size of a teacher's server"
+        own = "rollout.vllm.tensor_parallel_size" if vllm else "rollout.sglang.tp_size"
+        key = own if role == "rollout" else "tp_size of a teacher's server"
         raise ValueError(
             f"{key} = {width} neither divides nor is a multiple of cluster.gpus_per_node = "
             f"{cluster.gpus_per_node}{pool_of}: change one of them"

@@ -73,6 +73,11 @@ def loop_settings(config: RunConfig, assumed: Assumptions) -> LoopSettings:
     rollout, embedded = config.servers, config.rollout.engine == "embedded"
     if rollout is None:
         raise ValueError(f"algorithm.name = {config.algorithm.name!r} samples nothing: there is no loop to simulate")
+    if rollout.engine == "vllm":
+        raise ValueError(
+            "rollout.engine = 'vllm': the simulation has the scheduler of SGLang and of the embedded engine alone: "
+            "--set rollout.engine=sglang"
+        )
     flags = rollout.embedded if embedded else rollout.sglang
     return LoopSettings(
         seed=config.seed,

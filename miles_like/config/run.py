@@ -25,6 +25,7 @@ from miles_like.config.sections.loop import BufferConfig, CheckpointConfig
 from miles_like.config.sections.make import MakeConfig
 from miles_like.config.sections.reward import RewardConfig
 from miles_like.config.sections.supervised import PAIRS, SupervisedConfig, check_keys, check_unused, without_replay
+from miles_like.config.sections.vllm import check_vllm
 from miles_like.section import Section
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.prompts.config import DataConfig
@@ -242,10 +243,11 @@ class RunConfig(Section):
                 f"[cluster.pools.reference] holds the initial weights on separate ranks, algorithm.reference_every "
                 f"= {every} replaces them by trained ones: remove one of the two"
             )
-        engine_gpus, free = self.rollout.servers * self.rollout.sglang.tp_size, len(pools["rollout"].places)
-        if c.gpus_per_node and self.rollout.engine == "sglang" and engine_gpus > free:
+        width, free = self.rollout.gpus_per_server, len(pools["rollout"].places)
+        engine_gpus = self.rollout.servers * width
+        if c.gpus_per_node and self.rollout.engine != "embedded" and engine_gpus > free:
             raise ValueError(
-                f"rollout needs {self.rollout.servers} servers x {self.rollout.sglang.tp_size} GPUs = "
+                f"rollout needs {self.rollout.servers} servers x {width} GPUs = "
                 f"{engine_gpus}, {free} are free for it: lower rollout.servers or raise cluster.nodes"
             )
         return self
@@ -270,7 +272,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def servers_of_teachers_share_no_gpu(self) -> RunConfig:
         """They keep their memory."""
-        c, world, width = self.cluster, self.parallel.world_size, self.rollout.sglang.tp_size
+        c, world, width = self.cluster, self.parallel.world_size, self.rollout.gpus_per_server
         if self.servers is None or (pool := c.pools.teachers) is None:
             return self
         widths = [one.sglang.tp_size for one in self.teacher_rollouts if one.engine == "sglang"]
@@ -306,7 +308,7 @@ class RunConfig(Section):
             return bool(c.colocate)
         pools = c.pools_of(world)
         trained = {place for name in self._trained for place in pools[name].places[:world]}
-        return not trained.isdisjoint(pools["rollout"].places[: self.rollout.servers * self.rollout.sglang.tp_size])
+        return not trained.isdisjoint(pools["rollout"].places[: self.rollout.servers * self.rollout.gpus_per_server])
 
     @property
     def _trained(self) -> tuple[PoolName, ...]:
@@ -326,6 +328,14 @@ class RunConfig(Section):
                 f"rollout.env.SGLANG_MEMORY_SAVER_CUDA_GRAPH = {graphs!r}, but the servers release their graphs while "
                 "the trainer computes (cluster.colocate): remove it, or set cluster.colocate = false"
             )
+        return self
+
+    @model_validator(mode="after")
+    def vllm_has_what_the_run_needs(self) -> RunConfig:
+        if self.servers is not None and self.rollout.engine == "vllm":
+            gpus = len(self.cluster.pools_of(self.parallel.world_size)["rollout"].gpus)
+            turns = self.takes_turns
+            check_vllm(self.rollout, self.publish, self.replay, takes_turns=turns, gpus_per_node=gpus)
         return self
 
     @model_validator(mode="after")

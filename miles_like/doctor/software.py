@@ -25,6 +25,7 @@ DISTRIBUTIONS = {
     "transformer-engine-cuda": ("transformer-engine-cu13", "transformer-engine-cu12"),
     "ray": ("ray",),
     "sglang": ("sglang",),
+    "vllm": ("vllm",),
     "sglang-kernel": ("sglang-kernel", "sgl-kernel"),
     "transformers": ("transformers",),
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),

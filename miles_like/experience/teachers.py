@@ -32,7 +32,7 @@ from miles_like.types import (
     SampleGroup,
 )
 from rollout.concurrency import all_or_first_error
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import RolloutError, ServerClient
 from rollout.wire.scores import PromptScores
 
 PromptOf = Callable[[Prompt], Sequence[int]]  # prompt tokens that a teacher is fed
@@ -77,14 +77,14 @@ class TeacherProcess:
     does not come up. Both block. say: called with what happened.
     """
 
-    client: SGLangClient
+    client: ServerClient
     ended: Callable[[], bool]
-    restart: Callable[[], SGLangClient]
+    restart: Callable[[], ServerClient]
     say: Callable[[str], None]
     restarts: int = 3
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def after(self, failed: SGLangClient, name: str) -> SGLangClient:
+    async def after(self, failed: ServerClient, name: str) -> ServerClient:
         """The client to ask again with after a request with `failed` has failed. Raises RolloutError for a server that
         has ended too often or does not come up."""
         async with self._lock:
@@ -111,7 +111,7 @@ class ServerTeacher:
     again, `_TRIES` times in all."""
 
     name: str
-    clients: Sequence[SGLangClient]
+    clients: Sequence[ServerClient]
     prompt_of: PromptOf = as_it_is
     top_k: int = 0
     at_once: int = 64  # sequences a request
@@ -122,7 +122,7 @@ class ServerTeacher:
     started: TeacherProcess | None = None  # its one server, in place of `clients`
 
     @property
-    def servers(self) -> Sequence[SGLangClient]:
+    def servers(self) -> Sequence[ServerClient]:
         return self.clients if self.started is None else (self.started.client,)
 
     async def start(self) -> None:
@@ -154,7 +154,7 @@ class ServerTeacher:
             raise RolloutError(f"teacher {self.name!r}: {e}") from None
         return _by_group(groups, (scores for part in done for scores in part))
 
-    async def _share(self, client: SGLangClient, asked: Sequence[tuple[list[int], Tensor]]) -> list[TeacherScores]:
+    async def _share(self, client: ServerClient, asked: Sequence[tuple[list[int], Tensor]]) -> list[TeacherScores]:
         start = min(len(prompt) for prompt, _ in asked) - 1
         texts = [torch.cat([torch.tensor(prompt), response]) for prompt, response in asked]
         for left in reversed(range(_TRIES)):
@@ -167,7 +167,7 @@ class ServerTeacher:
             client = client if self.started is None else await self.started.after(client, self.name)
         return [self._scores_of(of, len(response), client) for of, (_, response) in zip(scores, asked, strict=True)]
 
-    def _scores_of(self, of: PromptScores, r: int, client: SGLangClient) -> TeacherScores:
+    def _scores_of(self, of: PromptScores, r: int, client: ServerClient) -> TeacherScores:
         skipped = len(of.logprobs) - r  # of a prompt that is longer than the share's shortest
         logprobs = torch.from_numpy(of.logprobs[skipped:])
         if of.top is None:

@@ -22,11 +22,11 @@ from miles_like.variables import environment_of, inherited
 IMPORT_S = 300.0  # time limit of an import in a subprocess; SGLang takes 30 s on a cold disk
 
 
-_VERSION = 'import importlib.metadata as m, json; print(json.dumps({"version": m.version("sglang")}), flush=True)'
+_VERSION = 'import importlib.metadata as m, json; print(json.dumps({{"version": m.version("{}")}}), flush=True)'
 
 
 class EngineFound(TypedDict):
-    """SGLang in the environment of one interpreter."""
+    """A stock engine in the environment of one interpreter."""
 
     version: str | None  # None: not installed
     wrong: str | None  # why it does not run; None: it runs
@@ -55,8 +55,9 @@ class NodeProbe:
     found: tuple[str, ...] = ()  # packages that must be installed
     ports: tuple[int, ...] = ()  # ports that must be free
     sees: Mapping[str, Probe] = field(default_factory=dict)  # directories of the driver, by a name
-    engine: str | None = None  # interpreter that must have SGLang; "": the one that runs the probe
-    imports: bool = True  # import SGLang, which takes 30 s on a cold disk; False: ask for its version only
+    engine: str | None = None  # interpreter that must have the stock engine; "": the one that runs the probe
+    engine_package: str = "sglang"  # that engine
+    imports: bool = True  # import the engine, which takes 30 s on a cold disk; False: ask for its version only
 
     def __call__(self, alive: Callable[[], None] = lambda: None) -> ProbeResult:
         missing = {name: why for name in self.found if (why := why_not_found(name)) is not None}
@@ -71,21 +72,23 @@ class NodeProbe:
             "ephemeral": ephemeral_ports(),
             "sees": {name: probe.is_seen() for name, probe in self.sees.items()},
             "gpus": gpus(),
-            "engine": None if self.engine is None else find_engine(self.engine, imports=self.imports),
+            "engine": None
+            if self.engine is None
+            else find_engine(self.engine, self.engine_package, imports=self.imports),
         }
 
 
-def find_engine(python: str, *, imports: bool) -> EngineFound:
-    """The SGLang of the interpreter `python`, asked in a process with the environment that a server has. The version is
-    printed before the import, which may fail."""
+def find_engine(python: str, package: str = "sglang", *, imports: bool) -> EngineFound:
+    """The engine `package` of the interpreter `python`, asked in a process with the environment that a server has. The
+    version is printed before the import, which may fail."""
     if not python and not imports:
         try:
-            return {"version": importlib.metadata.version("sglang"), "wrong": None}
+            return {"version": importlib.metadata.version(package), "wrong": None}
         except importlib.metadata.PackageNotFoundError as e:
             return {"version": None, "wrong": str(e)}
     try:
         done = subprocess.run(
-            [python or sys.executable, "-c", f"{_VERSION}; import sglang" if imports else _VERSION],
+            [python or sys.executable, "-c", _VERSION.format(package) + (f"; import {package}" if imports else "")],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -94,7 +97,7 @@ def find_engine(python: str, *, imports: bool) -> EngineFound:
             env=environment_of(python, inherited()) if python else inherited(),
         )
     except subprocess.TimeoutExpired:
-        return {"version": None, "wrong": f"its import of sglang did not end within {IMPORT_S:g} s"}
+        return {"version": None, "wrong": f"its import of {package} did not end within {IMPORT_S:g} s"}
     except OSError as e:
         return {"version": None, "wrong": f"it cannot be run: {e.strerror}"}
     version = None

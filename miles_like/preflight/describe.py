@@ -94,8 +94,8 @@ def _servers(config: RunConfig, plan: PlacementPlan) -> str:
         return "none"
     parts = Counter(s.index for s in plan.of("rollout"))
     wide = max(parts.values())
-    on_gpus = servers.engine == "sglang" and config.cluster.gpus_per_node
-    width = f", each of {servers.sglang.tp_size} GPUs" if on_gpus else ""
+    on_gpus = servers.engine != "embedded" and config.cluster.gpus_per_node
+    width = f", each of {servers.gpus_per_server} GPUs" if on_gpus else ""
     spans = f" over {wide} nodes" if wide > 1 else ""
     return f"{len(parts)} x {servers.engine}{width}{spans}"
 

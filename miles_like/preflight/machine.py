@@ -25,6 +25,7 @@ from miles_like.nodes.sight import Probe, existing, probe_in
 from miles_like.pipeline.stages import Stage
 from miles_like.preflight.disks import DiskNeed, check_directories, check_disks, disk_needs
 from miles_like.preflight.run_needs import cache_needs, run_dir_needs
+from rollout.config import VLLM_VERSION
 
 if TYPE_CHECKING:
     from miles_like.cluster.run_nodes import RunNodes
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 ANSWER_S = 5.0  # time limit of a connection to a server or a cluster
 _EMBEDDED = "rollout.embedded"
 SGLANG_VERSION = "0.5.23"
-_OTHER_ENGINE = "and give its interpreter as rollout.sglang.python, or set rollout.engine = 'embedded'"
-_REQUIREMENTS = "docs/cluster/engine-requirements.txt"
+_REQUIREMENTS = {"sglang": "docs/cluster/engine-requirements.txt", "vllm": f"vllm=={VLLM_VERSION}"}
+_STOCK = {"sglang": ("SGLang", SGLANG_VERSION), "vllm": ("vLLM", VLLM_VERSION)}  # engine -> its name, its version
 _RUN_DIR, _CACHE = "--run-dir", "--cache-dir"  # the options of directories of the driver that nodes may have to see
 
 
@@ -269,13 +270,14 @@ class Machines:
         found = ["megatron.core", *(["transformer_engine"] if c.kernels.spec == "te" else [])]
         with contextlib.suppress(ValueError):  # the nodes' own ranges may leave room
             self._plan_ports([ephemeral_ports()])
-        stock = c.servers is not None and c.rollout.engine == "sglang"
+        stock = c.servers is not None and c.rollout.engine in _STOCK
         return NodeProbe(
             paths=paths,
             found=(*found, *((_EMBEDDED,) if c.servers is not None and not stock else ())),
             ports=tuple(sorted({port.number for ports in self.ports.values() for port in ports})),
             sees=sees or {},
-            engine=(c.rollout.sglang.python or "") if stock else None,
+            engine=(c.rollout.python or "") if stock else None,
+            engine_package=c.rollout.engine if stock else "sglang",
             imports=imports,
         )
 
@@ -318,22 +320,25 @@ class Machines:
             raise ValueError(f"{name} cannot import {package}, which {key} needs ({why}): install it there")
 
     def _check_engine(self, name: str, found: EngineFound) -> None:
-        python = self.config.rollout.sglang.python
-        where = f"rollout.sglang.python = {python!r}" if python else "the trainer's Python"
+        rollout = self.config.rollout
+        engine, wanted = _STOCK[rollout.engine]
+        install, python = _REQUIREMENTS[rollout.engine], rollout.python
+        where = f"rollout.{rollout.engine}.python = {python!r}" if python else "the trainer's Python"
+        other = f"and give its interpreter as rollout.{rollout.engine}.python, or set rollout.engine = 'embedded'"
         version, wrong = found["version"], found["wrong"]
         if version is None:
             raise ValueError(
-                f"{name}: {where} has no SGLang {SGLANG_VERSION} ({wrong}): install {_REQUIREMENTS} into a virtual "
-                f"environment there, {_OTHER_ENGINE}"
+                f"{name}: {where} has no {engine} {wanted} ({wrong}): install {install} into a virtual "
+                f"environment there, {other}"
             )
-        if version != SGLANG_VERSION:
+        if version.partition("+")[0] != wanted:
             raise ValueError(
-                f"{name}: {where} has SGLang {version}, this version of miles-like works with {SGLANG_VERSION} alone: "
-                f"install {_REQUIREMENTS} into a virtual environment there, {_OTHER_ENGINE}"
+                f"{name}: {where} has {engine} {version}, this version of miles-like works with {wanted} alone: "
+                f"install {install} into a virtual environment there, {other}"
             )
         if wrong is not None:
             raise ValueError(
-                f"{name}: {where} has SGLang {version}, which it cannot import ({wrong}): install {_REQUIREMENTS} again"
+                f"{name}: {where} has {engine} {version}, which it cannot import ({wrong}): install {install} again"
             )
 
     def _check_gpus(self, node: int, name: str, probe: ProbeResult) -> None:

@@ -29,6 +29,8 @@ def run_needs(config: RunConfig, run_dir: Path | None = None) -> Needs:
     if servers is not None and servers.engine == "sglang":
         deep_ep = ("deep-ep",) if servers.sglang.moe_a2a_backend == "deepep" else ()
         engine_packages = ("torch", "sglang", *deep_ep)
+    if servers is not None and servers.engine == "vllm":
+        engine_packages = ("torch", "vllm")
     shared, either = _directories(config, run_dir)
     return Needs(
         nodes=c.nodes,
@@ -38,7 +40,7 @@ def run_needs(config: RunConfig, run_dir: Path | None = None) -> Needs:
         either=either,
         local=() if c.stage_dir is None else (c.stage_dir,),
         packages=("torch", "megatron-core", "ray", *te, *flex),
-        engine=sys.executable if servers is None else servers.sglang.python or sys.executable,
+        engine=sys.executable if servers is None else servers.python or sys.executable,
         engine_packages=engine_packages,
         environment=plain_values(c.env),
         network=partial(network_variables, env=plain_values(c.env)),

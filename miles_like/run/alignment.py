@@ -23,7 +23,7 @@ from miles_like.verify.live import Comparison, LiveTrainer
 from miles_like.verify.same_bits import check_same_bits
 from miles_like.verify.server_checks import Replacements, RunChecks
 from rollout.seeds import seed_of
-from rollout.sglang.client import SGLangClient
+from rollout.sglang.client import ServerClient
 
 LAYER_TOKENS = 64  # of the text whose residual streams are compared: a token has (2L + 1) * H numbers
 
@@ -81,12 +81,15 @@ def known_answer(rollout: RolloutSide, trainer: TrainerRanks, prompts: Sequence[
 
 def _settings_of_gaps(c: RunConfig, text: Tensor) -> str:
     """A hash of what a server's usual difference from the trainer depends on: text, engine, precision, kernels."""
-    parts = [c.rollout.engine, *(s.model_dump(mode="json") for s in (c.rollout.embedded, c.rollout.sglang))]
+    parts = [
+        c.rollout.engine,
+        *(s.model_dump(mode="json") for s in (c.rollout.embedded, c.rollout.sglang, c.rollout.vllm)),
+    ]
     parts += [s.model_dump(mode="json") for s in (c.precision, c.kernels, c.parallel, c.alignment)]
     return hashlib.sha256(json.dumps([*parts, text.tolist()], sort_keys=True).encode()).hexdigest()
 
 
-async def check_bits(rollout: RolloutSide, trainer: TrainerRanks, clients: Sequence[SGLangClient]) -> None:
+async def check_bits(rollout: RolloutSide, trainer: TrainerRanks, clients: Sequence[ServerClient]) -> None:
     """With `alignment.deterministic` on CPU ranks: raises ValueError, as `check_same_bits`, where trainer and servers
     do not compute the same bits. No other run is checked."""
     c = rollout.plan.config
@@ -98,7 +101,7 @@ async def check_bits(rollout: RolloutSide, trainer: TrainerRanks, clients: Seque
 def server_checks(
     rollout: RolloutSide,
     trainer: TrainerRanks,
-    clients: Sequence[SGLangClient],
+    clients: Sequence[ServerClient],
     prompts: Sequence[Prompt],
     console: Console,
     replacements: Replacements | None = None,

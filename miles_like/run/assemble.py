@@ -53,6 +53,7 @@ from quant.registry import codec_or_none
 from quant.spec import QuantSpec
 from rollout.sglang.ports import BLOCK, DIST_INIT_PORT, HTTP_PORT
 from rollout.sglang.servers import ServerLaunch, embedded_command, sglang_command
+from rollout.vllm_command import OPEN, vllm_command
 
 if TYPE_CHECKING:
     from miles_like.run.verify import VerifyOptions
@@ -245,6 +246,8 @@ def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | N
     lines += [f"node {s.node} runs: {' '.join(_server_command(plan, s, launch))}" for s, launch in servers]
     if config.takes_turns:
         lines.append(TURN)
+    if config.servers is not None and config.rollout.engine == "vllm":
+        lines.append(OPEN)
     return [*lines, *_describe_environments(config), *config.distillation.described()]
 
 
@@ -261,6 +264,9 @@ def _server_command(plan: PlacementPlan, slot: Slot, launch: ServerLaunch) -> li
     port = (config.port or HTTP_PORT) + number
     if config.engine == "embedded":
         return embedded_command(launch, 0 if slot.role == "teachers" else port)
+    if config.engine == "vllm":
+        host, routes = f"NODE{slot.node}", launch.return_routed_experts
+        return vllm_command(config.vllm, model_path=launch.model_path, host=host, port=port, routes=routes)
     head = next(s for s in plan.of(slot.role) if s.index == slot.index and s.node_rank == 0)
     dist_init = (config.sglang.dist_init_port or DIST_INIT_PORT) + BLOCK * number
     address = f"{f'NODE{head.node}' if slot.nnodes > 1 else '127.0.0.1'}:{dist_init}"

@@ -149,6 +149,11 @@ class EvalAlone:
         attached: str | None,
         key: ServerKey | None = None,
     ) -> None:
+        if config.rollout.engine == "vllm":
+            raise ValueError(
+                "rollout.engine = 'vllm': this command asks an embedded or an SGLang server alone, and the checkpoint "
+                "is the same for both: --set rollout.engine=embedded or --set rollout.engine=sglang"
+            )
         self.hf_dir, self.config, self.logs, self.console = hf_dir, config, run_dir / "logs", console
         # with a running server the weights may be elsewhere
         hf = HFCheckpoint(hf_dir).config if attached is None else read_hf_config(hf_dir)

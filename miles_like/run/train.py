@@ -55,7 +55,8 @@ from rollout.episodes.pool import EnginePool
 from rollout.episodes.runner import EpisodeRunner
 from rollout.prompts.contamination import decontaminate
 from rollout.prompts.mix import PromptSource
-from rollout.sglang.client import SGLangClient
+from rollout.sglang.client import ServerClient
+from rollout.vllm_command import OPEN
 
 
 def run_algorithm(config: RunConfig) -> Algorithm:
@@ -113,6 +114,7 @@ def train(
     with contextlib.ExitStack() as stopping:
         stopping.callback(teachers.stop)  # first, so also where the run's own servers cannot be started
         teachers.launch()
+        _announce(plan.config.rollout.engine, say)
         servers = launcher.servers(rollout, resumed.state.weight_version if resumed else 0)
         stopping.callback(servers.stop)
         with servers.naming_failures(), teachers.naming_failures():
@@ -159,6 +161,12 @@ def _teachers(rollout: RolloutSide, launcher: Launcher, console: Console) -> Run
         key=rollout.key,
         nodes=lambda: launcher.nodes(plan),
     )
+
+
+def _announce(engine: str, say: Callable[[str], None]) -> None:
+    """Report that servers without authentication are about to listen."""
+    if engine == "vllm":
+        say(OPEN)
 
 
 def _say(console: Console, text: str) -> None:
@@ -293,7 +301,7 @@ class TrainingRun:
             say=partial(_say, self.console),
         )
 
-    def checks(self, clients: Sequence[SGLangClient], replacements: RunReplacements | None = None) -> RunChecks:
+    def checks(self, clients: Sequence[ServerClient], replacements: RunReplacements | None = None) -> RunChecks:
         prompts = self.prompts.source.all()
         checks = server_checks(self.rollout, self.trainer, clients, prompts, self.console, replacements)
         saved = None if self.resumed is None else self.resumed.state.parts.get(KNOWN_ANSWER)

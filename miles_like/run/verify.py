@@ -33,7 +33,7 @@ from miles_like.verify.weights import WeightEvidence
 from quant.hf_config import quantized_config
 from rollout.prompts.mix import PromptSource
 from rollout.server_key import ServerKey
-from rollout.sglang.client import SGLangClient
+from rollout.sglang.client import ServerClient
 from rollout.wire.control import ModelInfo
 
 PROMPTS = 32
@@ -76,6 +76,11 @@ class VerifyRun:
             )
         self.states = rollout.plan.run_dir.resolve() / "verify" / "states" if options.layers else None
         rollout = replace(rollout, layer_states=self.states)
+        if attached and rollout.plan.config.rollout.engine == "vllm":
+            raise ValueError(
+                f"--server {attached[0]} with rollout.engine = 'vllm': a vLLM server does not report its model's shape "
+                "and layout, so it cannot be held to the job's: leave out --server, and the job's own is started"
+            )
         self.rollout, self.plan, self.config = rollout, rollout.plan, rollout.plan.config
         self.rollouts, self.checkpoint, self.launcher = rollouts, checkpoint, launcher or Launcher()
         self.may_publish = options.overwrite or not attached
@@ -112,7 +117,7 @@ class VerifyRun:
         """Query model and settings of the attached servers, before ranks are started. Raises RuntimeError for a server
         that does not answer and ValueError, as `check_attached`, for one that does not fit the job."""
         for url in self.attached:
-            client = self.rollout.client(url, ours=False, key=self.key)
+            client = self.rollout.sglang_client(url, ours=False, key=self.key)
             try:
                 info = await client.model_info()
                 check_attached(client.url, info, await client.server_info(), self.plan)
@@ -186,7 +191,7 @@ class VerifyRun:
 
     async def _weights(
         self,
-        clients: Sequence[SGLangClient],
+        clients: Sequence[ServerClient],
         served: Sequence[Mapping[str, str]],
         published: Published,
         rollout: LiveRollout,
@@ -205,6 +210,8 @@ class VerifyRun:
             stored = plan.hf.weights()
             expected = published.hashes(None if self._publishes_first else stored)
             of_each = [weight_evidence(published, expected, hashes, stored) for hashes in served]
+        elif self.config.rollout.engine == "vllm":
+            return "vLLM hashes the fused tensors that it made of the published ones, in the layout of its kernels"
         elif found := await self._stacked(clients, served, published):
             of_each = found
         elif rollout.publish is None:
@@ -218,7 +225,7 @@ class VerifyRun:
         return max(of_each, key=lambda e: len(e.differing))
 
     async def _stacked(
-        self, clients: Sequence[SGLangClient], served: Sequence[Mapping[str, str]], published: Published
+        self, clients: Sequence[ServerClient], served: Sequence[Mapping[str, str]], published: Published
     ) -> list[WeightEvidence]:
         """Evidence of each server from its hashes alone; empty where it is unknown which tensors the servers hash."""
         if self.plan.model.spec is not None or self.config.rollout.sglang.tp_size > 1:

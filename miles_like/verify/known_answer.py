@@ -26,7 +26,7 @@ from torch import Tensor
 from miles_like.types import Json
 from miles_like.verify.evidence import SampleTokens
 from miles_like.verify.live import LiveTrainer
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import RolloutError, ServerClient
 from routing_replay.trace import RoutingTrace
 
 _MEDIAN_OF_NORMAL = 0.6745  # of |x|, in standard deviations
@@ -81,7 +81,7 @@ class KnownAnswer:
         self._replayed = {}
 
     async def compare(
-        self, clients: Sequence[SGLangClient], *, rescore: bool = True
+        self, clients: Sequence[ServerClient], *, rescore: bool = True
     ) -> tuple[list[Disagreement], float]:
         """(servers that differ by more than is explained, the greatest gap of the others in nats, 0 without any).
 
@@ -107,7 +107,7 @@ class KnownAnswer:
             self._usual.append(most)
         return wrong, most
 
-    async def _scored(self, client: SGLangClient) -> tuple[Tensor, RoutingTrace | None] | str:
+    async def _scored(self, client: ServerClient) -> tuple[Tensor, RoutingTrace | None] | str:
         """A server's log-probabilities [S-1] and routes, or why there are none."""
         try:
             ((scores, trace),) = await client.score([self.text])

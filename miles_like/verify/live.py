@@ -39,7 +39,7 @@ from quant.spec import QuantSpec
 from quant.stream import coded_weight_of, pair_stream, quantize_stream, stored_name
 from rollout.episodes.pool import EnginePool
 from rollout.publish.stock_hashes import stock_checksum, stored_parts
-from rollout.sglang.client import SGLangClient
+from rollout.sglang.client import ServerClient
 from rollout.sglang.samples import RoutingShape
 from rollout.wire.checksum import tensor_checksum
 from routing_replay.replay import RecordedRoutes
@@ -152,7 +152,7 @@ def _routes(micro: MicroBatch, ranks: Sequence[RecordedRoutes], shape: RoutingSh
 class LiveRollout:
     """A RolloutScorer on the first server; publication checks that the other servers hold the same weights."""
 
-    client: SGLangClient
+    client: ServerClient
     publish: Callable[[], Awaitable[object]] | None  # the trainer's weights to every server; None: not allowed
     sample: Callable[[], Awaitable[Sequence[SampleGroup]]]
     prompts_per_request: int
@@ -303,7 +303,7 @@ class Comparison:
     bounds: Bounds
     allowed: Bounds  # on the remaining gap
 
-    async def short(self, clients: Sequence[SGLangClient], *, flush: bool = True) -> Report:
+    async def short(self, clients: Sequence[ServerClient], *, flush: bool = True) -> Report:
         """Compare new samples of at most 256 tokens, without weight hashes. flush: empty the servers' caches
         afterwards, which servers refuse while other requests are in flight."""
         params = replace(self.params, max_new_tokens=min(self.params.max_new_tokens, _SHORT))
@@ -313,7 +313,7 @@ class Comparison:
                 await client.flush_cache()
         return report
 
-    async def sample(self, clients: Sequence[SGLangClient]) -> Sequence[SampleGroup]:
+    async def sample(self, clients: Sequence[ServerClient]) -> Sequence[SampleGroup]:
         return await EnginePool(clients).generate(self.prompts, n=1, params=self.params)
 
     async def of(

@@ -23,7 +23,7 @@ from miles_like.verify.known_answer import KnownAnswer
 from miles_like.verify.live import Comparison
 from miles_like.verify.report import Report
 from rollout.seeds import seed_of
-from rollout.sglang.client import SGLangClient
+from rollout.sglang.client import ServerClient
 
 _Held = Sequence[Mapping[str, str]]  # of each rank of a server: tensor name -> hash
 
@@ -68,7 +68,7 @@ class RunChecks:
     request in flight after a publication; their caches are then emptied again.
     """
 
-    clients: Sequence[SGLangClient]
+    clients: Sequence[ServerClient]
     known: KnownAnswer | None
     republish: Callable[[int], Awaitable[PublishReport]]
     comparison: Comparison
@@ -242,7 +242,7 @@ class RunChecks:
     async def _held(self) -> list[_Held | None]:
         """Of each server; None for one that does not answer and is replaced at the next publication."""
 
-        async def held(client: SGLangClient) -> _Held | None:
+        async def held(client: ServerClient) -> _Held | None:
             try:
                 return (await client.checksum()).per_rank
             except ServerLost:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from rollout.publish.publication import PublishTarget, RankChecksums, Sent, publ
 from rollout.publish.publisher import compare_checksums, flush_cache
 from rollout.publish.servers import OLD_SERVED, ServerSet, Stage, check_versions, serve_again, servers_of
 from rollout.publish.shares import Shares
+from rollout.publish.vllm_reload import reload_weights
 from rollout.sglang.client import RolloutError
 from rollout.wire import endpoints
 from rollout.wire.control import PauseMode, PauseRequest, UpdateFromDisk
@@ -40,7 +41,7 @@ class SharedDirectory:
 
 
 class DiskPublisher:
-    """WeightPublisher over /update_weights_from_disk. The servers generate while the directory is written.
+    """WeightPublisher over a directory that servers load. They generate while it is written.
 
     The previous version's directory is removed only when all servers have loaded the new one, because servers may read
     lazily. Servers that join load the directory that the others have loaded. Servers load the directory in one call, so
@@ -98,7 +99,7 @@ class DiskPublisher:
         """Raises RuntimeError as `check_versions`, before a file is written."""
         servers = servers_of(self._target)
         try:
-            check_versions(servers, version)
+            check_versions(servers, version, kind=self._target.kind)
         except RolloutError as e:
             raise RuntimeError(f"weights of version {version} were not published: {e}. {OLD_SERVED}") from e
         finally:
@@ -133,24 +134,21 @@ class DiskPublisher:
             time.sleep(_POLL_S)
 
     def _load(self, written: HFCheckpoint, version: int) -> Sent:
-        checksums: RankChecksums = ()
+        load = reload_weights if self._target.kind == "vllm" else _update_from_disk
+        verify = self._target.config.verify
         servers, self._stage = servers_of(self._target), Stage.PAUSED
         try:
             began = time.perf_counter()
-            servers.ask(endpoints.PAUSE, PauseRequest(mode=self._mode).to_json())
-            self._stage = Stage.BEGUN
-            servers.change(endpoints.UPDATE_FROM_DISK, _from(written.path, version))
-            self._stage = Stage.CHANGED
-            flush_cache(servers, self._mode)
-            if self._target.config.verify:
-                checksums = compare_checksums(servers, None)
-            servers.ask(endpoints.CONTINUE, {})
+            checksums = load(servers, written.path, version, mode=self._mode, verify=verify, reached=self._reached)
         except RolloutError as e:
             raise RuntimeError(f"weights of version {version} were not published: {e}. {self._give_up(servers)}") from e
         finally:
             servers.close()
         self._served = written.path, version
         return Sent(written.nbytes, time.perf_counter() - began, checksums, servers.lost)
+
+    def _reached(self, stage: Stage) -> None:
+        self._stage = stage
 
     def _give_up(self, servers: ServerSet) -> str:
         """Returns what the servers do now. An embedded server that refuses a directory has changed nothing, and those
@@ -182,6 +180,20 @@ class DiskPublisher:
         finally:
             servers.close()
         return True
+
+
+def _update_from_disk(
+    servers: ServerSet, path: Path, version: int, *, mode: PauseMode, verify: bool, reached: Callable[[Stage], None]
+) -> RankChecksums:
+    """Over /update_weights_from_disk of SGLang and the embedded engine; arguments as those of `reload_weights`."""
+    servers.ask(endpoints.PAUSE, PauseRequest(mode=mode).to_json())
+    reached(Stage.BEGUN)
+    servers.change(endpoints.UPDATE_FROM_DISK, _from(path, version))
+    reached(Stage.CHANGED)
+    flush_cache(servers, mode)
+    checksums = compare_checksums(servers, None) if verify else ()
+    servers.ask(endpoints.CONTINUE, {})
+    return checksums
 
 
 def _from(path: Path, version: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class PublishTarget:
     """Running servers and how weights are sent to them. Raises ValueError without a server."""
 
     urls: tuple[str, ...]
-    kind: Literal["embedded", "sglang"]
+    kind: Literal["embedded", "sglang", "vllm"]
     spec: QuantSpec | None  # quantization of the servers' checkpoint; None: the stream is published unchanged
     config: PublishConfig
     fused: Fused = ()  # tensors that one request must hold together, of the model's family (`buckets`)

@@ -72,7 +72,7 @@ class TensorPublisher:
         servers = servers_of(self._target)
         self._stage = Stage.ASKED
         try:
-            check_versions(servers, version)
+            check_versions(servers, version, kind=self._target.kind)
             with self._transport.ready(servers):
                 return self._publish(servers, self._encoded(stream), version)
         except (RuntimeError, ValueError, OSError) as e:  # of a server, of the trainer's ranks, of a tensor, no room
@@ -180,7 +180,13 @@ def compare_checksums(servers: ServerSet, sent: dict[str, str] | None) -> RankCh
     `sent` may contain more tensors: an engine without speculative decoding skips the multi-token-prediction layers.
     Raises RolloutError, also with `goes_on` where servers differ and no majority says which of them are wrong.
     """
-    answers = servers.checksums()
+    return compare_replies(servers, servers.checksums(), sent)
+
+
+def compare_replies(
+    servers: ServerSet, answers: Sequence[ChecksumReply], sent: Mapping[str, str] | None
+) -> RankChecksums:
+    """`compare_checksums` of checksums that `servers` have reported."""
     replies = dict(zip(servers.urls, answers, strict=True))
     if sent is not None:
         servers.lose({url: e for url, reply in replies.items() if (e := _unlike(url, reply, sent)) is not None})

@@ -27,9 +27,9 @@ from rollout.sglang.client import (
     failure,
     read_json,
 )
-from rollout.wire import endpoints
+from rollout.wire import endpoints, vllm_endpoints
 from rollout.wire.control import BeginUpdate, ChecksumReply, ChecksumRequest, EndUpdate, ModelInfo, Outcome
-from rollout.wire.replies import Json
+from rollout.wire.replies import Json, an_object, need
 
 _JSON = {"content-type": "application/json"}
 _GIVE_UP_S = 10.0  # for a server to drop an update
@@ -159,6 +159,11 @@ class ServerSet:
                 check_size(size, REPLY_BYTES, url=url, endpoint=endpoint)
         return httpx.Response(response.status_code, content=b"".join(parts))
 
+    def read(self, endpoint: str, body: Json, parse: Callable[[Any], T]) -> list[T]:
+        """`ask`, with each reply as `parse` reads it. Raises RolloutError as `ask`, also where that raises a
+        ValueError."""
+        return self._post(endpoint, [orjson.dumps(body)] * len(self.urls), lambda url, _, x: _parsed(url, parse, x))
+
     def checksums(self) -> list[ChecksumReply]:
         body = orjson.dumps(ChecksumRequest().to_json())
         return self._post(endpoints.CHECKSUM, [body] * len(self.urls), _checksums)
@@ -195,19 +200,25 @@ def servers_of(target: PublishTarget) -> ServerSet:
     return ServerSet(target.urls, target.timeout_s, target.key, goes_on=target.goes_on)
 
 
-def check_versions(servers: ServerSet, version: int) -> None:
+def check_versions(servers: ServerSet, version: int, *, kind: str) -> None:
     """Raises RolloutError naming a server that serves a later version than `version`, before anything is sent to one:
     the samples of two models would have the same version."""
 
     def earlier(url: str, endpoint: str, answer: Any) -> None:
-        served = _parsed(url, ModelInfo.from_json, answer, endpoint).weight_version
+        served = _parsed(url, _version_of, answer, endpoint)
         if served.isdecimal() and int(served) > version:
             raise RolloutError(
                 f"server {url} serves version {served}, which is later: publish a version from {served} on, or restart "
                 "the server"
             )
 
-    servers.get(endpoints.MODEL_INFO, earlier)
+    servers.get(vllm_endpoints.WEIGHT_INFO if kind == "vllm" else endpoints.MODEL_INFO, earlier)
+
+
+def _version_of(answer: object, endpoint: str) -> str:
+    if endpoint == vllm_endpoints.WEIGHT_INFO:
+        return str(need(an_object(answer, endpoint), "weight_version", endpoint))
+    return ModelInfo.from_json(answer, endpoint).weight_version
 
 
 def serve_again(urls: Sequence[str], target: PublishTarget, version: int | None) -> None:
@@ -223,7 +234,7 @@ def serve_again(urls: Sequence[str], target: PublishTarget, version: int | None)
                 dropping.change(endpoints.BEGIN_UPDATE, BeginUpdate(weight_version=named).to_json())
             dropping.change(endpoints.END_UPDATE, EndUpdate(weight_version=named).to_json())
     with contextlib.suppress(RolloutError):
-        continuing.ask(endpoints.CONTINUE, {})
+        continuing.ask(vllm_endpoints.RESUME if target.kind == "vllm" else endpoints.CONTINUE, {})
     for servers in (dropping, continuing):
         servers.close()
 

@@ -1,4 +1,4 @@
-"""One server, stock SGLang or embedded, as a RolloutEngine over HTTP.
+"""One server as a RolloutEngine over HTTP: what clients of every engine share, and that of SGLang and the embedded one.
 
 Letters: G samples a prompt.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import httpx
 import orjson
@@ -74,7 +75,7 @@ class ServerBroke(RolloutError):
     """The server answered with an internal error (HTTP 5xx)."""
 
 
-def _rids(count: int) -> tuple[str, ...]:
+def new_ids(count: int) -> tuple[str, ...]:
     """Unique ids for the prompts of a request, so that a reply to another request is detected."""
     return tuple(uuid.uuid4().hex for _ in range(count))
 
@@ -100,12 +101,18 @@ def failure(error: httpx.HTTPError, *, url: str, endpoint: str, timeout_s: float
     return RolloutError(f"server {url} failed at {endpoint}: {type(error).__name__}: {error}; {look}")
 
 
-def read_json(response: httpx.Response, *, url: str, endpoint: str, log: Path | None) -> Any:
+_NEEDS_KEY = "give the server's key by --key-file, key_file or the environment variable " + VARIABLE
+REMEDIES: Mapping[int, str] = {401: _NEEDS_KEY, 403: _NEEDS_KEY}  # by the status of a refusal
+
+
+def read_json(
+    response: httpx.Response, *, url: str, endpoint: str, log: Path | None, remedies: Mapping[int, str] = REMEDIES
+) -> Any:
     """The body. Raises RolloutError for HTTP 4xx and 5xx and for a body that is not JSON."""
     if response.status_code >= 400:
         text = error_message(response.status_code, response.content)
-        if response.status_code in (401, 403):
-            text += "; give the server's key by --key-file, key_file or the environment variable " + VARIABLE
+        if (remedy := remedies.get(response.status_code)) is not None:
+            text += f"; {remedy}"
         look = f"; see the end of {log}" if log else ""
         kind = RolloutError if response.status_code < 500 else ServerBroke
         raise kind(f"server {url} refused {endpoint}: {text}{look}")
@@ -113,7 +120,7 @@ def read_json(response: httpx.Response, *, url: str, endpoint: str, log: Path | 
         return orjson.loads(response.content) if response.content else None
     except ValueError as e:
         raise RolloutError(
-            f"server {url} answered {endpoint} with invalid JSON ({e}): is it an SGLang server?"
+            f"server {url} answered {endpoint} with invalid JSON ({e}): does another program listen there?"
         ) from None
 
 
@@ -129,23 +136,140 @@ def check_size(size: int, limit: int, *, url: str, endpoint: str) -> None:
     if size > limit:
         raise RolloutError(
             f"server {url} answered {endpoint} with more than {limit:,} bytes, the limit for such a request: "
-            "is it an SGLang server?"
+            "does another program listen there?"
         )
 
 
-class SGLangClient:
-    """A RolloutEngine. Use it from one event loop.
+class ServerClient(ABC):
+    """A RolloutEngine whose requests have limits of time and size, and errors that name the server. Use it from one
+    event loop.
+
+    log: of the server, or its folder, if this run started it. key: the server's key; None if it requires none.
+    occupation: the state of the server's memory, which all clients of one server in this process share; None: no other
+    client of it releases memory.
+    """
+
+    remedies: ClassVar[Mapping[int, str]] = REMEDIES
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        request_timeout_s: float,
+        log: Path | None = None,
+        key: ServerKey | None = None,
+        occupation: Occupation | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.occupation = Occupation(self.url) if occupation is None else occupation
+        self._timeout_s = request_timeout_s
+        self._log = log
+        self._key = key
+        # No limit on connections: waiting for a free one would look like a server that hangs.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=KEEPALIVE_S)
+        timeout = httpx.Timeout(request_timeout_s, connect=min(10.0, request_timeout_s))
+        self._http = httpx.AsyncClient(
+            base_url=self.url, limits=limits, timeout=timeout, trust_env=False, verify=tls(self.url)
+        )
+
+    @abstractmethod
+    async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
+        """`n` samples of each prompt, in order. Raises RolloutError, and then cancels the requests still running."""
+
+    @abstractmethod
+    async def continue_sample(
+        self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
+    ) -> Sample: ...
+
+    @abstractmethod
+    async def score(self, sequences: Sequence[Tensor]) -> list[tuple[Tensor, RoutingTrace | None]]:
+        """For each sequence [S] of tokens: log p of tokens 1..S-1 as [S-1] fp32, under the current weights and at
+        temperature 1, and the routes [S-1, L, K]. Keeps no sample. Raises RolloutError."""
+
+    @abstractmethod
+    async def score_after(self, sequences: Sequence[Tensor], start: int, *, top: int = 0) -> list[PromptScores]:
+        """For each sequence [S] of tokens: log p of tokens start+1..S-1 under the current weights and at temperature 1,
+        and of the `top` likeliest tokens at each of these positions. Keeps no sample. Raises RolloutError."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode | None = None) -> None: ...
+
+    @abstractmethod
+    async def resume(self) -> None: ...
+
+    @abstractmethod
+    async def abort_all(self) -> None: ...
+
+    @abstractmethod
+    async def flush_cache(self) -> None:
+        """Clear the KV cache of an idle server. Raises RolloutError while requests are running or paused in place."""
+
+    @abstractmethod
+    async def checksum(self) -> ChecksumReply:
+        """Hashes of the weights. Raises RuntimeError, without a request, while their memory is released."""
+
+    @abstractmethod
+    async def model_info(self) -> ModelInfo: ...
+
+    @abstractmethod
+    async def server_info(self) -> Json:
+        """What the server says of its configuration, under its names."""
+
+    @abstractmethod
+    async def weight_version(self) -> int: ...
+
+    @abstractmethod
+    async def set_weight_version(self, version: int) -> None: ...
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _call(self, method: str, endpoint: str, body: Json | None = None, *, limit: int = REPLY_BYTES) -> Any:
+        response = await self._send(method, endpoint, body, limit)
+        return read_json(response, url=self.url, endpoint=endpoint, log=self._log, remedies=self.remedies)
+
+    async def _send(
+        self, method: str, endpoint: str, body: Json | None = None, limit: int = REPLY_BYTES
+    ) -> httpx.Response:
+        try:
+            # httpx limits the time of each read, not of all: a very slow reply would never time out.
+            async with asyncio.timeout(self._timeout_s):
+                content = None if body is None else orjson.dumps(body)
+                headers = _JSON if self._key is None else _JSON | self._key.headers(endpoint)
+                response = await self._read(method, endpoint, content, headers | PLAIN, limit)
+        except TimeoutError:
+            error = httpx.ReadTimeout("too slow")
+            raise failure(error, url=self.url, endpoint=endpoint, timeout_s=self._timeout_s, log=self._log) from None
+        except httpx.HTTPError as e:
+            raise failure(e, url=self.url, endpoint=endpoint, timeout_s=self._timeout_s, log=self._log) from e
+        if response.status_code >= 400:
+            read_json(response, url=self.url, endpoint=endpoint, log=self._log, remedies=self.remedies)
+        return response
+
+    async def _read(
+        self, method: str, endpoint: str, content: bytes | None, headers: Mapping[str, str], limit: int
+    ) -> httpx.Response:
+        """The complete reply. Raises RolloutError for a compressed one, or for more than `limit` bytes."""
+        parts, size = [], 0
+        async with self._http.stream(method, endpoint, content=content, headers=headers) as response:
+            check_plain(response, url=self.url, endpoint=endpoint)
+            async for part in response.aiter_raw():
+                parts.append(part)
+                size += len(part)
+                check_size(size, limit, url=self.url, endpoint=endpoint)
+        return httpx.Response(response.status_code, content=b"".join(parts))
+
+
+class SGLangClient(ServerClient):
+    """The client of stock SGLang and of the embedded engine.
 
     samples_from: "server" sends a prompt once with `n`: one prefill for its G samples, and the embedded engine uses a
     separate random stream for each. "client" sends it G times with different seeds: a stock SGLang server with
     deterministic inference draws all `n` samples of a request from one seed, so they would be equal, and it does not
     keep the request's ids for them.
     decode: token ids -> text, for servers that run without a tokenizer; replaces the text that the server returns.
-    key: the server's key; None if the server requires none.
     vocabulary: the model's vocabulary size, which every id of a prompt and of an answer must be below; None: not
     checked.
-    occupation: the state of the server's memory, which all clients of one server in this process share; None: no other
-    client of it releases memory.
     """
 
     def __init__(
@@ -163,25 +287,14 @@ class SGLangClient:
         key: ServerKey | None = None,
         occupation: Occupation | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
-        self.occupation = Occupation(self.url) if occupation is None else occupation
+        super().__init__(url, request_timeout_s=request_timeout_s, log=log, key=key, occupation=occupation)
         self._vocabulary = vocabulary
         self._prompts_per_request = prompts_per_request
-        self._timeout_s = request_timeout_s
         self._pause_mode = pause_mode
         self._samples_from = samples_from
         self._reader = SampleReader(routing=routing, decode=decode)
-        self._log = log
-        self._key = key
-        # No limit on connections: waiting for a free one would look like a server that hangs.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=KEEPALIVE_S)
-        timeout = httpx.Timeout(request_timeout_s, connect=min(10.0, request_timeout_s))
-        self._http = httpx.AsyncClient(
-            base_url=self.url, limits=limits, timeout=timeout, trust_env=False, verify=tls(self.url)
-        )
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
-        """`n` samples of each prompt, in order. Raises RolloutError, and then cancels the requests still running."""
         step = self._prompts_per_request
         batches = [prompts[i : i + step] for i in range(0, len(prompts), step)]
         done = await all_or_first_error(self._generate_batch(b, n, params) for b in batches)
@@ -195,7 +308,7 @@ class SGLangClient:
                 replace(params, sampling_seed=self._seed(params, p.id, i)) for p in prompts for i in range(copies)
             ),
             n=n // copies,
-            rid=_rids(len(prompts) * copies),
+            rid=new_ids(len(prompts) * copies),
             return_logprob=True,
             return_routed_experts=self._reader.routing is not None,
             return_routed_weights=self._reader.gates,
@@ -218,7 +331,7 @@ class SGLangClient:
             input_ids=((*sample.token_ids.tolist(), *environment),),
             sampling=(replace(params, sampling_seed=self._seed(params, sample.prompt_id, sample.index)),),
             sample_index=0 if by_client else sample.index,
-            rid=_rids(1),
+            rid=new_ids(1),
             return_logprob=True,
             return_routed_experts=self._reader.routing is not None,
             return_routed_weights=self._reader.gates,
@@ -260,7 +373,7 @@ class SGLangClient:
         return GenerateRequest(
             input_ids=tuple(tuple(t.tolist()) for t in sequences),
             sampling=(SamplingParams(max_new_tokens=0),) * len(sequences),
-            rid=_rids(len(sequences)),
+            rid=new_ids(len(sequences)),
             return_logprob=True,
             logprob_start_len=0,
             return_routed_experts=self._reader.routing is not None,
@@ -272,7 +385,7 @@ class SGLangClient:
         request = GenerateRequest(
             input_ids=tuple(tuple(t.tolist()) for t in sequences),
             sampling=(SamplingParams(max_new_tokens=0),) * len(sequences),
-            rid=_rids(len(sequences)),
+            rid=new_ids(len(sequences)),
             return_logprob=True,
             logprob_start_len=start,
             top_logprobs_num=top,
@@ -387,45 +500,7 @@ class SGLangClient:
         body = UpdateVersion(new_version=str(version), abort_all_requests=False)
         await self._change(endpoints.UPDATE_VERSION, body.to_json())
 
-    async def close(self) -> None:
-        await self._http.aclose()
-
     async def _change(self, endpoint: str, body: Json) -> None:
         outcome = Outcome.from_json(await self._call("POST", endpoint, body), endpoint)
         if not outcome.success:
             raise RolloutError(f"server {self.url} refused {endpoint}: {outcome.message}")
-
-    async def _call(self, method: str, endpoint: str, body: Json | None = None, *, limit: int = REPLY_BYTES) -> Any:
-        response = await self._send(method, endpoint, body, limit)
-        return read_json(response, url=self.url, endpoint=endpoint, log=self._log)
-
-    async def _send(
-        self, method: str, endpoint: str, body: Json | None = None, limit: int = REPLY_BYTES
-    ) -> httpx.Response:
-        try:
-            # httpx limits the time of each read, not of all: a very slow reply would never time out.
-            async with asyncio.timeout(self._timeout_s):
-                content = None if body is None else orjson.dumps(body)
-                headers = _JSON if self._key is None else _JSON | self._key.headers(endpoint)
-                response = await self._read(method, endpoint, content, headers | PLAIN, limit)
-        except TimeoutError:
-            error = httpx.ReadTimeout("too slow")
-            raise failure(error, url=self.url, endpoint=endpoint, timeout_s=self._timeout_s, log=self._log) from None
-        except httpx.HTTPError as e:
-            raise failure(e, url=self.url, endpoint=endpoint, timeout_s=self._timeout_s, log=self._log) from e
-        if response.status_code >= 400:
-            read_json(response, url=self.url, endpoint=endpoint, log=self._log)
-        return response
-
-    async def _read(
-        self, method: str, endpoint: str, content: bytes | None, headers: Mapping[str, str], limit: int
-    ) -> httpx.Response:
-        """The complete reply. Raises RolloutError for a compressed one, or for more than `limit` bytes."""
-        parts, size = [], 0
-        async with self._http.stream(method, endpoint, content=content, headers=headers) as response:
-            check_plain(response, url=self.url, endpoint=endpoint)
-            async for part in response.aiter_raw():
-                parts.append(part)
-                size += len(part)
-                check_size(size, limit, url=self.url, endpoint=endpoint)
-        return httpx.Response(response.status_code, content=b"".join(parts))

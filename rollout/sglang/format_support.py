@@ -19,17 +19,25 @@ _INT4_GROUPS = (32, 64, 128)  # group sizes of SGLang's Marlin kernels
 _EMBEDDED = "or set rollout.engine = 'embedded'"
 
 
-def check_served(engine: Literal["embedded", "sglang"], spec: QuantSpec | None, flags: SGLangFlags) -> None:
+Engine = Literal["embedded", "sglang", "vllm"]
+
+
+def check_served(engine: Engine, spec: QuantSpec | None, flags: SGLangFlags) -> None:
     """Raises ValueError with the remedy for a storage format that the engine cannot serve unchanged, or whose weights
     it cannot update while it runs."""
     codec_or_none(spec)
     if engine == "embedded" or spec is None:
         return
+    if engine == "vllm":
+        raise ValueError(
+            f"a vLLM server loads {spec.format} weights, but it is not known to load them again while it runs, as "
+            "publications require: set precision.format = 'bf16', or rollout.engine = 'sglang' or 'embedded'"
+        )
     if why := _sglang_problem(spec, flags):
         raise ValueError(f"stock SGLang on {flags.gpu} (rollout.sglang.gpu) cannot serve {spec.format} weights: {why}")
 
 
-def check_directory(engine: Literal["embedded", "sglang"], path: Path, flags: SGLangFlags) -> None:
+def check_directory(engine: Engine, path: Path, flags: SGLangFlags) -> None:
     """`check_served` for a model directory. One without config.json passes; the server will fail with it."""
     file = path / "config.json"
     if file.exists():

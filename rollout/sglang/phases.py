@@ -1,7 +1,7 @@
 """The phases of a starting server, read from its log.
 
-The marks of a stock server are its log messages in SGLang 0.5.23; tests/sglang_cpu holds them to its source files. The
-embedded engine writes the marks of its phases itself.
+The marks of a stock server are its log messages in SGLang 0.5.23 and vLLM 0.32; tests/sglang_cpu and tests/vllm_cpu
+hold them to what these servers write. The embedded engine writes the marks of its phases itself.
 """
 
 from __future__ import annotations
@@ -34,6 +34,15 @@ STOCK = (
     Phase("compiling kernels", "warmup", ("Entering DeepGEMM JIT Pre-Compile session", "Try DeepGEMM JIT Compiling")),
     Phase("capturing graphs", "warmup", ("prefill CUDA graph begin", "decode CUDA graph begin")),
     Phase("warming up", "warmup", ("Uvicorn running on", "The server is fired up and ready to roll!")),
+)
+VLLM = (
+    Phase("starting", "start"),
+    Phase("connecting its ranks", "start", ("world_size=",)),
+    Phase("loading weights", "load", ("Starting to load model",)),
+    Phase("allocating its cache", "warmup", ("Loading weights took", "Model loading took")),
+    Phase("compiling kernels", "warmup", ("Using cache directory", "torch.compile takes")),
+    Phase("capturing graphs", "warmup", ("Capturing CUDA graphs",)),
+    Phase("warming up", "warmup", ("Starting vLLM API server", "Starting vLLM server")),
 )
 EMBEDDED = (
     Phase("starting", "start"),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from miles_like.types import Finish, Prompt, Sample, VersionSpan
 from rollout.wire.generate import GenerateReply, WireSpan
-from rollout.wire.scores import prompt_scores
+from rollout.wire.scores import PromptScores, prompt_scores
 from routing_replay.ids import payload_line, read_wire_weights
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import joined
@@ -121,14 +121,19 @@ class SampleReader:
         routes. Raises ValueError for replies of other tokens, or without routes although `routing` is set."""
         if len(replies) != len(sequences):
             raise ValueError(f"{len(replies)} replies to {len(sequences)} prompts")
-        scored = [prompt_scores(r, t.numpy()) for r, t in zip(replies, sequences, strict=True)]
-        traces: list[RoutingTrace | None] = [None] * len(scored)
+        return self.scored(sequences, [prompt_scores(r, t.numpy()) for r, t in zip(replies, sequences, strict=True)])
+
+    def scored(
+        self, sequences: Sequence[Tensor], scores: Sequence[PromptScores]
+    ) -> list[tuple[Tensor, RoutingTrace | None]]:
+        """As `scores`, of replies that are read already."""
+        traces: list[RoutingTrace | None] = [None] * len(scores)
         if (shape := self.routing) is not None:
-            if any(s.routed_experts is None for s in scored):
+            if any(s.routed_experts is None for s in scores):
                 raise ValueError("routed_experts is missing: start the server with --enable-return-routed-experts")
             traces = list(
                 RoutingTrace.many_from_wire(
-                    [str(s.routed_experts) for s in scored],
+                    [str(s.routed_experts) for s in scores],
                     tokens=sequences,
                     num_layers=shape.num_layers,
                     layers=shape.moe_layers,
@@ -136,7 +141,7 @@ class SampleReader:
                     num_experts=shape.num_experts,
                 )
             )
-        return [(torch.from_numpy(s.logprobs), trace) for s, trace in zip(scored, traces, strict=True)]
+        return [(torch.from_numpy(s.logprobs), trace) for s, trace in zip(scores, traces, strict=True)]
 
     def _is_empty(self, reply: GenerateReply) -> bool:
         """Whether the reply was aborted before a token was sampled. In chunked prefill some rows may not have been

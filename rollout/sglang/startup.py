@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 import httpx
 
+from rollout.config import VLLM_VERSION
 from rollout.server_key import sglang_key_file
 from rollout.server_url import tls
 from rollout.sglang.client import RolloutError
 from rollout.sglang.format_support import check_directory
 from rollout.sglang.layer_states import HOOKS
-from rollout.sglang.phases import EMBEDDED, STOCK, FollowedLog, Limit, last_error
+from rollout.sglang.phases import EMBEDDED, STOCK, VLLM, FollowedLog, Limit, last_error
 from rollout.sglang.ports import check_ports, free_port, stock_ports
 from rollout.sglang.servers import (
     ServerEnvironment,
@@ -30,11 +31,14 @@ from rollout.sglang.servers import (
     sglang_command,
     start,
 )
+from rollout.vllm_command import VARIABLES, vllm_command
+from rollout.wire import vllm_endpoints
 from rollout.wire.endpoints import HEALTH
 
 POLL_S = 0.1
 _FREE_PORTS = 3  # attempts with a free port
 _HEALTH_S = 5.0
+_PHASES = {"embedded": EMBEDDED, "sglang": STOCK, "vllm": VLLM}
 _LOOK_S = 5.0  # at most counted between two looks: a driver that builds its trainer, or is suspended, does not look
 
 
@@ -70,7 +74,7 @@ class Startup:
     def _begin(self) -> None:
         port = free_port(self._launch.host) if self._launch.port is None else self._launch.port
         self.handle = begin(self._launch, port)
-        self._log = FollowedLog(self.handle.log, EMBEDDED if self._launch.config.engine == "embedded" else STOCK)
+        self._log = FollowedLog(self.handle.log, _PHASES[self._launch.config.engine])
         url = self.handle.url
         self._http = httpx.Client(base_url=url, timeout=_HEALTH_S, trust_env=False, verify=tls(url))
         self._spent: dict[str, float] = {}  # seconds, by the key of their limit
@@ -93,6 +97,8 @@ class Startup:
                 return Progress(self.handle.url, "starting")
             return self._failed(f"ended with {how}", phase.words, self.handle.ended_at or time.monotonic())
         if not self._up and not self._launch.node_rank and self._answers():
+            if self._launch.config.engine == "vllm" and (wrong := self._number_weights()) is not None:
+                return self._failed(wrong, phase.words, time.monotonic())
             self.mark_ready()
         if self._up:
             return Progress(self.handle.url, "ready", ready=True)
@@ -137,6 +143,21 @@ class Startup:
         except httpx.HTTPError:
             return False  # not listening yet
 
+    def _number_weights(self) -> str | None:
+        """Give the weights of a vLLM server their version, for which it has no flag. Returns why this cannot be: it is
+        of another version of vLLM, or does not answer."""
+        endpoint = vllm_endpoints.VERSION
+        try:
+            found = self._http.get(endpoint).raise_for_status().json()
+            version = str(found.get("version")) if isinstance(found, dict) else "unknown"
+            if version.partition("+")[0] != VLLM_VERSION:
+                return f"is vLLM {version}, this version of miles-like works with {VLLM_VERSION} alone"
+            endpoint = vllm_endpoints.UPDATE_VERSION
+            self._http.post(endpoint, json={"new_version": str(self._launch.weight_version)}).raise_for_status()
+        except (httpx.HTTPError, ValueError) as e:
+            return f"did not answer {endpoint}: {e}"
+        return None
+
 
 def begin(launch: ServerLaunch, port: int) -> ServerHandle:
     """Start the process of `launch` on `port`; does not wait for it. Raises ValueError for a port in use."""
@@ -152,6 +173,8 @@ def begin(launch: ServerLaunch, port: int) -> ServerHandle:
             environment=ServerEnvironment(plain=launch.env, secrets=launch.secrets),
             name=_name(launch, url),
         )
+    if launch.config.engine == "vllm":
+        return _begin_vllm(launch, port, url)
     address, flags = launch.dist_init_addr, launch.config.sglang
     dist_init = None if address is None else int(address.rpartition(":")[2])
     ports = stock_ports(port, dist_init, attention_dp=flags.enable_dp_attention, nnodes=launch.nnodes)
@@ -169,6 +192,27 @@ def begin(launch: ServerLaunch, port: int) -> ServerHandle:
     )
     name = _name(launch, url)
     return start(command, url=url, log=log, key=key, key_file=key_file, environment=environment, name=name)
+
+
+def _begin_vllm(launch: ServerLaunch, port: int, url: str) -> ServerHandle:
+    """Its server takes no key: whatever reaches the port can change its weights. Raises ValueError for a wildcard
+    address and for a server over several nodes."""
+    if launch.host in ("0.0.0.0", "::", ""):
+        raise ValueError(
+            f"a vLLM server has no authentication and would listen on every network of this machine ({launch.host}): "
+            "give the address of a closed network, or 127.0.0.1"
+        )
+    if launch.nnodes > 1:
+        raise ValueError(f"a vLLM server over {launch.nnodes} nodes: it is started on one node here; lower its GPUs")
+    check_port(port, launch.host)
+    flags = launch.config.vllm
+    routes = launch.return_routed_experts
+    command = vllm_command(flags, model_path=launch.model_path, host=launch.host, port=port, routes=routes)
+    environment = ServerEnvironment(
+        plain={**VARIABLES, **launch.env}, secrets=launch.secrets, foreign=flags.python is not None
+    )
+    log = launch.log_dir / f"vllm_{port}.log"
+    return start(command, url=url, log=log, environment=environment, name=_name(launch, url))
 
 
 def _name(launch: ServerLaunch, url: str) -> str:

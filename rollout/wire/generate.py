@@ -267,7 +267,7 @@ class GenerateReply:
             finish=Finish(kind),
             prompt_tokens=int(need(meta, "prompt_tokens", GENERATE)),
             weight_version=version,
-            weight_versions=_spans(need(meta, "weight_versions", GENERATE) if r else [], r),
+            weight_versions=read_spans(need(meta, "weight_versions", GENERATE) if r else [], r),
             matched=matched if isinstance(matched, int) else None,
             text=top.get("text"),
             routed_experts=routed,
@@ -369,7 +369,7 @@ def _wire_spans(rows: Sequence[Mapping[str, Any]]) -> tuple[WireSpan, ...]:
     return tuple(WireSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in rows)
 
 
-def _spans(rows: Sequence[Mapping[str, Any]], r: int) -> tuple[WireSpan, ...]:
+def read_spans(rows: Sequence[Mapping[str, Any]], r: int) -> tuple[WireSpan, ...]:
     spans = _wire_spans(rows)
     edges = [0, *(s.end for s in spans)]
     if edges[-1] != r or any(s.start != e for s, e in zip(spans, edges, strict=False)):

@@ -216,10 +216,10 @@ def random_tensors(hf: dict[str, Any], seed: int = 0, *, mtp: bool = False) -> d
     return out
 
 
-def felt_tensors(hf: dict[str, Any]) -> dict[str, Tensor]:
+def felt_tensors(hf: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """`random_tensors` with norms about 1 and wider matrices: what an expert gives is felt in the log-probs, which
     otherwise are those of a fair die."""
-    return {n: 1 + w if n.endswith("norm.weight") else 3 * w for n, w in random_tensors(hf).items()}
+    return {n: 1 + w if n.endswith("norm.weight") else 3 * w for n, w in random_tensors(hf, seed).items()}
 
 
 def write_checkpoint(path: Path, hf: dict[str, Any], tensors: dict[str, Tensor], shard_bytes: int = 5 << 30) -> Path:

@@ -43,7 +43,12 @@ def with_deterministic_servers(given: dict[str, Any]) -> dict[str, Any]:
 def check_sides(rollout: RolloutConfig, precision: PrecisionConfig, gpus_per_node: int) -> None:
     """Raises ValueError, with the remedy, for settings that a deterministic run cannot have. Settings of the trainer
     alone are checked by megatron_bridge.plan.deterministic."""
-    if rollout.engine == "sglang":
+    if rollout.engine == "vllm":
+        refused = (
+            "a vLLM server draws the rest of a continued sample from the beginning of a seed's random stream, so an "
+            "aborted or resumed sample is not repeated: set rollout.engine = 'embedded' or 'sglang'"
+        )
+    elif rollout.engine == "sglang":
         if not gpus_per_node:
             refused = (
                 "stock SGLang has deterministic inference on GPUs only, cluster.gpus_per_node = 0: set "

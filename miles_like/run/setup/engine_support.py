@@ -9,6 +9,7 @@ from megatron_bridge.config import PrecisionConfig
 from megatron_bridge.families.base import Split
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.precision import served_spec
+from miles_like.run.setup.vllm_support import check_vllm_model
 from quant.registry import codec_or_none
 from quant.spec import QuantSpec
 from rollout.config import EmbeddedFlags, RolloutConfig, SGLangFlags
@@ -18,13 +19,17 @@ from rollout.embedded.model.weights import WeightStore
 from rollout.sglang.format_support import check_served
 
 
-def check_engine(rollout: RolloutConfig, precision: PrecisionConfig, hf: Mapping[str, Any]) -> None:
+def check_engine(
+    rollout: RolloutConfig, precision: PrecisionConfig, hf: Mapping[str, Any], *, gpus_per_node: int = 0
+) -> None:
     """Raises ValueError, with the remedy, for weights that the run's engine cannot serve, replace or divide."""
     spec = served_spec(precision, hf)
     check_shapes(hf, spec)
     check_served(rollout.engine, spec, rollout.sglang)
     if rollout.engine == "embedded":
         check_ranks(rollout.embedded, hf, spec)
+    if rollout.engine == "vllm":
+        check_vllm_model(hf, gpus_per_node=gpus_per_node)
     if rollout.engine == "sglang":
         check_layers(hf)
         check_engine_shards(rollout.sglang, hf, spec)

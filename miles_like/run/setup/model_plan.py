@@ -61,7 +61,7 @@ def planned_model(config: RunConfig, hf: Mapping[str, Any], directory: Path) -> 
     family, trainer, cuda = family_of(hf), trainer_config(config, directory), config.cluster.gpus_per_node > 0
     check_layout(config.parallel, trained_config(trainer, hf))
     if config.servers is not None:
-        check_engine(config.servers, config.precision, hf)
+        check_engine(config.servers, config.precision, hf, gpus_per_node=config.cluster.gpus_per_node)
         if (bounds := _agreement(config, family, hf)) is not None:
             trainer = trainer.model_copy(update={"agreement": bounds})
     stored, spec = spec_from_hf(hf), served_spec(config.precision, hf)

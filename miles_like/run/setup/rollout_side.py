@@ -23,9 +23,10 @@ from rollout.publish.publication import PublishTarget
 from rollout.seeds import seed_of
 from rollout.server_key import ServerKey
 from rollout.server_url import on_loopback
-from rollout.sglang.client import SGLangClient
+from rollout.sglang.client import ServerClient, SGLangClient
 from rollout.sglang.occupation import Occupation
 from rollout.sglang.servers import ServerLaunch
+from rollout.vllm.client import VLLMClient
 from rollout.wire.control import PauseMode
 
 # SGLang 0.5.23 keeps the memory of CUDA graphs where it can be released only with this variable (srt/environ.py)
@@ -114,10 +115,33 @@ class RolloutSide:
         ours: bool = True,
         key: ServerKey | None = None,
         turns: Turns | None = None,
-    ) -> SGLangClient:
+    ) -> ServerClient:
         """A client of the server at `url`. ours: this run started the server, so its log and key are those of this run;
         otherwise `key` is the server's key. turns: the client enters the servers' turn for its requests; None: its
         caller does, or no turns are taken."""
+        plan, c = self.plan, self.plan.config
+        if c.rollout.engine != "vllm":
+            return self.sglang_client(url, routing=routing, ours=ours, key=key, turns=turns)
+        return VLLMClient(
+            url,
+            vocabulary=int(plan.hf.config["vocab_size"]),
+            routing=plan.model.routing if routing else None,
+            request_timeout_s=c.rollout.request_timeout_s,
+            pause_mode=PauseMode(c.publish.pause_mode),
+            decode=lambda ids: str(plan.tokenizer.decode(ids, skip_special_tokens=True)),
+            log=plan.logs if ours else None,
+        )
+
+    def sglang_client(
+        self,
+        url: str,
+        *,
+        routing: bool = True,
+        ours: bool = True,
+        key: ServerKey | None = None,
+        turns: Turns | None = None,
+    ) -> SGLangClient:
+        """`client` of a stock SGLang server or an embedded one."""
         plan, c = self.plan, self.plan.config
         tokenizer = plan.tokenizer
         kind = SGLangClient if turns is None else partial(TurnClient, turns=turns)

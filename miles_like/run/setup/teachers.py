@@ -49,7 +49,7 @@ from miles_like.run.setup.rollout_side import teacher_launch
 from miles_like.storage.completion import Output, files_under, input_key
 from miles_like.types import REFERENCE, Prompt
 from rollout.server_key import ServerKey, read_key
-from rollout.sglang.client import SGLangClient
+from rollout.sglang.client import ServerClient, SGLangClient
 
 
 class RunTeachers:
@@ -118,7 +118,7 @@ class RunTeachers:
             self._servers.stop()
 
     def teachers(
-        self, trainer: Trainer, rollout: Sequence[SGLangClient], packer: Packer, prompts: Sequence[Prompt]
+        self, trainer: Trainer, rollout: Sequence[ServerClient], packer: Packer, prompts: Sequence[Prompt]
     ) -> Teachers:
         """The teachers, not started. rollout: clients of the run's servers. Raises ValueError for prompts without a
         teacher, and for prompts that lack a field of a teacher's template."""
@@ -143,7 +143,7 @@ class RunTeachers:
         return out
 
     def _server(
-        self, teaching: Teaching, name: str, part: TeacherPart, rollout: Sequence[SGLangClient], prompt_of: PromptOf
+        self, teaching: Teaching, name: str, part: TeacherPart, rollout: Sequence[ServerClient], prompt_of: PromptOf
     ) -> ServerTeacher:
         """A teacher on its own server, or, without one, on the rollout's servers."""
         teacher = ServerTeacher(

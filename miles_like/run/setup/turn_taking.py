@@ -14,7 +14,7 @@ from rollout.episodes.pool import EnginePool
 
 async def release_servers(rollout: RolloutSide, urls: Sequence[str]) -> None:
     """Releases all memory of servers that were just started, for the trainer to be built in. Raises RuntimeError."""
-    servers = TurnServers(clients=[rollout.client(url) for url in urls])
+    servers = TurnServers(clients=[rollout.sglang_client(url) for url in urls])
     try:
         await servers.release(ALL)
     finally:
@@ -36,7 +36,7 @@ class TurnTaking:
         partial: PartialRollouts | None = None,
     ) -> None:
         """partial: the engine of the background sampling; None: nothing is sampled in the background."""
-        self._servers = TurnServers(clients=[rollout.client(url) for url in urls])
+        self._servers = TurnServers(clients=[rollout.sglang_client(url) for url in urls])
         if partial is None:
             partial = PartialRollouts(EnginePool(self._servers.clients))
         self.sampling = Sampling(partial=partial)

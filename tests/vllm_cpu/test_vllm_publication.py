@@ -1,0 +1,129 @@
+"""Law: a vLLM server that loaded a published directory computes with the published weights, and with nothing of the old
+ones but what the pause mode leaves: tokens, and for running samples their keys and values.
+
+vLLM 0.32 as it is released, on CPU, with a dense Qwen3 in fp32 (`make test-vllm`); transformers is the reference. Not
+covered: GPUs; experts, which vLLM loads wrongly here (test_vllm_generation.py); quantized weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams
+from rollout.vllm.client import VLLMClient
+from tests.support.refusals import refuses
+from tests.vllm_cpu.checked import publish_checked, publisher
+from tests.vllm_cpu.conftest import Served
+from tests.vllm_cpu.served import Reference, stream
+
+pytestmark = pytest.mark.slow
+T = TypeVar("T")
+CLOSE = 1e-4  # nats; measured 3e-6
+FAR = 0.1
+G = torch.Generator().manual_seed(0)
+LONG = Prompt(id="long", token_ids=tuple(torch.randint(2, 128, (300,), generator=G).tolist()), answer="")  # 2 blocks
+SHORT = [
+    Prompt(id=f"p{i}", token_ids=tuple(torch.randint(2, 128, (9,), generator=G).tolist()), answer="") for i in range(4)
+]
+PARAMS = SamplingParams(max_new_tokens=24, sampling_seed=7)
+
+
+def ask(served: Served, call: Callable[[VLLMClient], Awaitable[T]]) -> T:
+    async def run() -> T:
+        client = VLLMClient(served.url, routing=None, vocabulary=128, request_timeout_s=300)
+        try:
+            return await call(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def apart(reference: Reference, sample: Sample) -> torch.Tensor:
+    """[R] absolute differences of the sample's log-probs from the model's."""
+    return (sample.logprobs - reference.logprobs(sample.token_ids)).abs()[sample.loss_mask]
+
+
+def sampled(served: Served, prompts: list[Prompt]) -> list[SampleGroup]:
+    return list(ask(served, lambda c: c.generate(prompts, n=2, params=PARAMS)))
+
+
+def tokens(groups: list[SampleGroup]) -> list[list[int]]:
+    return [s.token_ids.tolist() for g in groups for s in g.samples]
+
+
+def test_new_weights_serve_new_requests_and_old_ones_come_back_bit_for_bit(dense: Served, tmp_path: Path) -> None:
+    """Also where the prompt's keys and values were cached under the old weights."""
+    old, new = dense.references
+    pub, prompts = publisher(dense, tmp_path), [*SHORT, LONG]
+    before = sampled(dense, prompts)
+    assert max(float(apart(old, s).max()) for g in before for s in g.samples) < CLOSE
+    report = pub.publish(stream(dense.second), version=4)
+    assert report.version == 4 and report.bytes == sum(t.nbytes for t in dense.second.values())
+    assert 0 < report.pause_seconds <= report.seconds and report.checksums
+    after = sampled(dense, prompts)
+    for group in after:
+        for s in group.samples:
+            assert float(apart(new, s).max()) < CLOSE < FAR < float(apart(old, s).max())
+            assert [(v.version, v.start, v.end) for v in s.versions] == [(4, 0, s.response_len)]
+    again = pub.publish(stream(dense.first), version=5)
+    assert [p.name for p in tmp_path.iterdir()] == ["version_5"] and again.checksums != report.checksums
+    back = sampled(dense, prompts)
+    assert tokens(back) == tokens(before)
+    for a, b in zip(back, before, strict=True):
+        assert all(torch.equal(x.logprobs, y.logprobs) for x, y in zip(a.samples, b.samples, strict=True))
+
+
+@pytest.mark.parametrize("pause_mode", ["retract", "abort"])
+def test_a_sample_that_runs_over_a_publication_knows_which_tokens_are_of_which_weights(
+    dense: Served, tmp_path: Path, pause_mode: str
+) -> None:
+    old, new = dense.references
+    params = SamplingParams(max_new_tokens=600, sampling_seed=5)
+
+    async def run(client: VLLMClient) -> Sample:
+        asked = asyncio.create_task(client.generate(SHORT[:1], n=1, params=params))
+        await asyncio.sleep(0.7)
+        await asyncio.to_thread(publisher(dense, tmp_path, pause_mode).publish, stream(dense.second), version=7)
+        (group,) = await asked
+        (sample,) = group.samples
+        if sample.finish is Finish.ABORT:
+            sample = await client.continue_sample(sample, params=PARAMS)
+        return sample
+
+    publisher(dense, tmp_path / "first").publish(stream(dense.first), version=6)
+    sample = ask(dense, run)
+    first, second = sample.versions
+    assert (first.version, second.version, first.end) == (6, 7, second.start) and first.end > 5
+    assert float(apart(old, sample)[: first.end].max()) < CLOSE
+    assert float(apart(new, sample)[first.end :].max()) < CLOSE, "keys and values are computed again"
+    assert float(apart(new, sample)[: first.end].max()) > FAR
+
+
+def test_a_directory_that_cannot_be_read_is_named_and_the_next_one_serves(dense: Served, tmp_path: Path) -> None:
+    """The server stays paused meanwhile, so no sample comes from part of the weights."""
+    lacking = {n: t for n, t in dense.second.items() if not n.endswith("layers.1.mlp.down_proj.weight")}
+    with refuses(RuntimeError, "version 8", dense.url, unrecorded="ports differ"):
+        publisher(dense, tmp_path).publish(stream(lacking), version=8)
+
+
+def test_the_scored_text_passes_a_publication_that_arrived(dense: Served, tmp_path: Path) -> None:
+    """Also a second one of other weights; that it refuses weights that did not, test_vllm_generation.py shows."""
+    for version, (tensors, model) in enumerate(zip((dense.second, dense.first), dense.references[::-1], strict=True)):
+        gap, printed = publish_checked(dense, tmp_path, tensors, model, 20 + version)
+        assert gap < CLOSE and not printed
+
+
+def test_hashes_change_with_the_weights_and_with_nothing_else(dense: Served, tmp_path: Path) -> None:
+    pub = publisher(dense, tmp_path)
+    a = pub.publish(stream(dense.first), version=10).checksums
+    sampled(dense, SHORT)
+    held: Any = ask(dense, lambda c: c.checksum())
+    assert held.per_rank == a
+    assert pub.publish(stream(dense.second), version=11).checksums != a
