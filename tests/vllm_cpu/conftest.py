@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import httpx
 import pytest
 from torch import Tensor
 
@@ -33,9 +36,22 @@ class Served:
     first: dict[str, Tensor]
     second: dict[str, Tensor]
 
+    async def sampled(self, tokens: int) -> None:
+        """Return once the server has sampled so many tokens more, of whatever requests. Raises TimeoutError."""
+        async with httpx.AsyncClient(base_url=self.url, trust_env=False) as http, asyncio.timeout(LIMIT_S):
+            began = await _generated(http)
+            while await _generated(http) < began + tokens:
+                await asyncio.sleep(0.02)
+
     @cached_property
     def references(self) -> tuple[Reference, Reference]:
         return Reference(self.home / "first"), Reference(self.home / "second")
+
+
+async def _generated(http: httpx.AsyncClient) -> float:
+    """Tokens that the server has sampled since its start."""
+    text = (await http.get("/metrics")).text
+    return sum(float(n) for n in re.findall(r"^vllm:generation_tokens_total{.*} (\S+)$", text, re.MULTILINE))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -110,7 +110,7 @@ def test_aborted_samples_keep_their_tokens_and_go_on(moe: Served) -> None:
 
     async def run(client: VLLMClient) -> tuple[list[Sample], list[Sample]]:
         asked = asyncio.create_task(client.generate(PROMPTS[:3], n=4, params=params))
-        await asyncio.sleep(1.0)
+        await moe.sampled(24)
         await client.abort_all()
         cut = [s for g in await asked for s in g.samples]
         short = SamplingParams(max_new_tokens=8, sampling_seed=3)
@@ -127,11 +127,11 @@ def test_aborted_samples_keep_their_tokens_and_go_on(moe: Served) -> None:
 @pytest.mark.parametrize("mode", list(PauseMode))
 def test_a_paused_server_answers_after_it_is_resumed(moe: Served, mode: PauseMode) -> None:
     """Running samples end with an abort, or go on; a request that comes meanwhile waits."""
-    params = SamplingParams(max_new_tokens=300, sampling_seed=5)
+    params = SamplingParams(max_new_tokens=60, sampling_seed=5)
 
     async def run(client: VLLMClient) -> tuple[Any, bool, Any]:
         asked = asyncio.create_task(client.generate(PROMPTS[:2], n=1, params=params))
-        await asyncio.sleep(0.5)
+        await moe.sampled(8)
         await client.pause()
         later = asyncio.create_task(client.generate(PROMPTS[2:3], n=1, params=PARAMS))
         await asyncio.sleep(0.5)

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_bridge.families.registry import family_of
 
 # of vLLM's attention on CPUs, v1/attention/backends/cpu_attn.py
-_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _OTHERS = "set rollout.engine = 'embedded' or 'sglang'"
 
 
@@ -32,6 +32,11 @@ def check_vllm_model(hf: Mapping[str, Any], *, gpus_per_node: int) -> None:
         raise ValueError(
             f"config.json has {len(layers)} layers with experts, which vLLM 0.32 on CPUs (cluster.gpus_per_node = 0) "
             f"does not prepare again when it loads published weights, and whose routes it does not return: {_OTHERS}"
+        )
+    if hf.get("tie_word_embeddings"):
+        raise ValueError(
+            "config.json has tie_word_embeddings = true, and vLLM 0.32 on CPUs (cluster.gpus_per_node = 0) keeps the old "
+            f"output layer of such a model when it loads published weights: {_OTHERS}"
         )
     size = int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
     if size not in _CPU_HEADS:

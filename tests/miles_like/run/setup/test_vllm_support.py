@@ -30,10 +30,11 @@ DENSE = {
     [
         (tiny_qwen(), 0, ("experts", "cluster.gpus_per_node", 0, "rollout.engine")),
         (tiny(topk_method="noaux_tc"), 0, ("latent", "cluster.gpus_per_node", 0)),
+        ({**DENSE, "tie_word_embeddings": True}, 0, ("tie_word_embeddings", "true", "cluster.gpus_per_node")),
         ({**DENSE, "head_dim": 48}, 0, (48, 32, 64)),
         ({k: v for k, v in tiny().items() if k != "topk_method"}, 8, ("topk_method", "noaux_tc")),
     ],
-    ids=["moe", "latent", "head", "topk"],
+    ids=["moe", "latent", "tied", "head", "topk"],
 )
 def test_what_it_serves_wrongly_is_refused(hf: dict[str, Any], gpus: int, facts: Facts) -> None:
     with refuses(ValueError, *facts):
