@@ -35,8 +35,8 @@ def check_vllm_model(hf: Mapping[str, Any], *, gpus_per_node: int) -> None:
         )
     if hf.get("tie_word_embeddings"):
         raise ValueError(
-            "config.json has tie_word_embeddings = true, and vLLM 0.32 on CPUs (cluster.gpus_per_node = 0) keeps the old "
-            f"output layer of such a model when it loads published weights: {_OTHERS}"
+            "config.json has tie_word_embeddings = true, and vLLM 0.32 on CPUs (cluster.gpus_per_node = 0) keeps the "
+            f"old output layer of such a model when it loads published weights: {_OTHERS}"
         )
     size = int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
     if size not in _CPU_HEADS:
