@@ -12,11 +12,16 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 import pytest
 import torch
 
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams
+from rollout.publish.publisher import ServerSet
+from rollout.publish.vllm_reload import reload_weights
+from rollout.sglang.client import RolloutError
 from rollout.vllm.client import VLLMClient
+from rollout.wire.control import PauseMode
 from tests.support.refusals import refuses
 from tests.vllm_cpu.checked import publish_checked, publisher
 from tests.vllm_cpu.conftest import Served
@@ -106,11 +111,29 @@ def test_a_sample_that_runs_over_a_publication_knows_which_tokens_are_of_which_w
     assert float(apart(new, sample)[: first.end].max()) > FAR
 
 
-def test_a_directory_that_cannot_be_read_is_named_and_the_next_one_serves(dense: Served, tmp_path: Path) -> None:
-    """The server stays paused meanwhile, so no sample comes from part of the weights."""
+def test_a_tensor_that_is_not_there_is_found_by_the_scored_text(dense: Served, tmp_path: Path) -> None:
+    """vLLM answers 200 and keeps the old one. Then all tensors arrive."""
+    new = dense.references[1]
+    publisher(dense, tmp_path).publish(stream(dense.first), version=7)
     lacking = {n: t for n, t in dense.second.items() if not n.endswith("layers.1.mlp.down_proj.weight")}
-    with refuses(RuntimeError, "version 8", dense.url, unrecorded="ports differ"):
-        publisher(dense, tmp_path).publish(stream(lacking), version=8)
+    with refuses(RuntimeError, "version 8", dense.url, unrecorded="ports and gaps differ"):
+        publish_checked(dense, tmp_path, lacking, new, 8)
+    assert publish_checked(dense, tmp_path, dense.second, new, 9)[0] < CLOSE
+
+
+def test_a_file_that_ends_early_is_named_and_the_next_directory_serves(dense: Served, tmp_path: Path) -> None:
+    """The server stays paused meanwhile, so that no sample comes from part of the weights."""
+    home = tmp_path / "short"
+    pub = publisher(dense, home)
+    pub.publish(stream(dense.second), version=12)
+    (file,) = (home / "version_12").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    servers = ServerSet([dense.url], 300)
+    with refuses(RolloutError, dense.url, "/collective_rpc", 500, unrecorded="ports differ"):
+        reload_weights(servers, file.parent, 13, mode=PauseMode.RETRACT, verify=True)
+    servers.close()
+    assert httpx.get(dense.url + "/is_paused", trust_env=False).json() == {"is_paused": True}
+    assert publish_checked(dense, tmp_path, dense.first, dense.references[0], 14)[0] < CLOSE
 
 
 def test_the_scored_text_passes_a_publication_that_arrived(dense: Served, tmp_path: Path) -> None:
