@@ -26,6 +26,7 @@ MIN_TEMPERATURE = 1e-6  # below it SGLang samples greedily
 
 _REPLY_BYTES = 32 << 10  # per reply, without its tokens
 _TOKEN_BYTES = 256  # per token of a reply: id, text, log-prob
+_OF_NO_TOKENS = {"prompt_tokens": 0, "completion_tokens": 0, "output_token_logprobs": [], "routed_experts": None}
 _ROW_VERSIONS = "routed_experts_versions"  # an extension of this project, as the next key
 _ROW_WEIGHTS = "routed_experts_weights"
 
@@ -242,13 +243,19 @@ class GenerateReply:
 
     @classmethod
     def from_json(cls, body: object, *, want_logprobs: bool = False) -> GenerateReply:
-        """Raises ValueError naming a missing key, and for values that contradict each other."""
+        """Raises ValueError naming a missing key, and for values that contradict each other.
+
+        A stock server that aborts a request in its queue does not count its prompt. Tokens that such a request has from
+        before a retraction come without routes: the reply is read as one without tokens.
+        """
         top = an_object(body, GENERATE)
         meta = an_object(need(top, "meta_info", GENERATE), GENERATE)
         reason = an_object(need(meta, "finish_reason", GENERATE), GENERATE)
         kind = need(reason, "type", GENERATE)
         if kind not in set(Finish):
             raise ValueError(f"{GENERATE}: finish_reason {kind!r} is none of {', '.join(Finish)}")
+        if Finish(kind) is Finish.ABORT and "prompt_tokens" not in meta:
+            top, meta = {"output_ids": []}, {**meta, **_OF_NO_TOKENS}
         ids = np.asarray(need(top, "output_ids", GENERATE), dtype=np.int64)
         r, matched = len(ids), reason.get("matched")
         if need(meta, "completion_tokens", GENERATE) != r:

@@ -140,6 +140,28 @@ def test_an_aborted_reply_without_tokens_is_read() -> None:
     assert reply.logprobs is not None and len(reply.logprobs) == 0
 
 
+@pytest.mark.parametrize("ids", [[], [7, 8]])
+def test_a_reply_to_a_request_that_was_aborted_in_the_queue_has_no_tokens(ids: list[int]) -> None:
+    """The keys of stock SGLang's: no count of the prompt, and no routes, which tokens from before a retraction had."""
+    meta = {
+        "id": "0",
+        "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+        "weight_version": "2",
+        "weight_versions": [{"version": "1", "start": 0, "end": len(ids)}] if ids else [],
+        "completion_tokens": len(ids),
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[-0.5, i, None] for i in ids],
+        "output_token_logprobs_length": len(ids),
+    }
+    reply = GenerateReply.from_json({"output_ids": ids, "meta_info": meta}, want_logprobs=True)
+    assert (reply.finish, reply.abort_message) == (Finish.ABORT, "Abort in waiting queue")
+    assert len(reply.output_ids) == 0 and reply.logprobs is not None and len(reply.logprobs) == 0
+    assert (reply.weight_versions, reply.routed_experts) == ((), None)
+    meta["finish_reason"] = {"type": "length", "length": len(ids)}
+    with refuses(ValueError, "prompt_tokens"):
+        GenerateReply.from_json({"output_ids": ids, "meta_info": meta}, want_logprobs=True)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(-50, 0, width=32), max_size=20), st.sampled_from(list(Finish)))
 def test_replies_survive_json_bit_for_bit(logprobs: list[float], finish: Finish) -> None:

@@ -42,6 +42,29 @@ class ControlContract:
         assert on.response_len == r + 4 and on.token_ids[: 5 + r].equal(cut.token_ids)
         assert on.routing is not None and len(on.routing) == 5 + r + 4 - 1
 
+    def test_an_abort_of_what_waits_leaves_it_as_it_was(self, engine: ServedEngine) -> None:
+        """More samples than run at once. They go on as others do."""
+        many = [Prompt(id=f"w{i}", token_ids=(5, 6, 7 + i), answer="") for i in range(engine.running + 6)]
+
+        async def aborted(client: SGLangClient) -> tuple[list[Sample], Sample]:
+            asked = asyncio.ensure_future(client.generate(many, n=1, params=params(LONG)))
+            async with asyncio.timeout(120):
+                while not await asyncio.to_thread(engine.is_busy):
+                    await asyncio.sleep(0.01)
+                while not asked.done():
+                    await asyncio.wait({asked}, timeout=WAITS_S)
+                    await client.abort_all()
+            samples = [group.samples[0] for group in await asked]
+            waited = next(s for s in samples if not s.response_len)
+            return samples, await client.continue_sample(waited, params=params(3))
+
+        samples, on = engine.ask(aborted)
+        assert {s.finish for s in samples} == {Finish.ABORT}
+        for sample in samples:
+            r = sample.response_len
+            assert sample.versions == ((VersionSpan(0, 0, r),) if r else ()) and (sample.routing is None) is (r == 0)
+        assert any(s.response_len for s in samples) and (on.response_len, on.finish) == (3, Finish.LENGTH)
+
     def test_an_abort_ends_the_request_that_it_names(self, engine: ServedEngine) -> None:
         """And those whose ids begin with the whole of it. An id of no request has no effect, whatever begins with it;
         nor has an empty one."""

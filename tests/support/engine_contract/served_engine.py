@@ -49,7 +49,7 @@ class ServedEngine:
 
     seeded: `sampling_seed` determines the tokens. rounding: mean difference, in nats, between the log-probs of tokens
     when they were sampled and when they are scored. keeps_rows: a retracted sample keeps the routes that gave its
-    log-probs. directory: for what is published on disk.
+    log-probs. running: samples that it decodes at once. directory: for what is published on disk.
     """
 
     url: str
@@ -61,6 +61,7 @@ class ServedEngine:
     seeded: bool
     rounding: float
     keeps_rows: bool
+    running: int = 16
 
     @property
     def vocab(self) -> int:

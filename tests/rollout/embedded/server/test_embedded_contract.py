@@ -30,7 +30,7 @@ LATENT, GROUPED = SHAPES
 def served_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
     home = tmp_path_factory.mktemp(request.param)
     first, other = write_models(SHAPES[request.param], home)
-    s = service(first, context_length=1024, max_total_tokens=8192)
+    s = service(first, context_length=1024, max_total_tokens=8192, max_running=16)
     step = s.engine.step
 
     def paced() -> bool:
