@@ -75,7 +75,8 @@ class VerifyRun:
                 "states of their layers: give one of the two"
             )
         self.states = rollout.plan.run_dir.resolve() / "verify" / "states" if options.layers else None
-        rollout = replace(rollout, layer_states=self.states)
+        if self.states is not None:
+            rollout = replace(rollout, layer_states=self.states)
         if attached and rollout.plan.config.rollout.engine == "vllm":
             raise ValueError(
                 f"--server {attached[0]} with rollout.engine = 'vllm': a vLLM server does not report its model's shape "
