@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +93,9 @@ PLACED = {
     "glm45_air": colocated(2, 8),
     "kimi_k2_int4_qat": colocated(32, 16),  # sixteen servers over two nodes each
     "moonlight_16b_a3b": colocated(1, 2),
+    "opd_deepseek_v3": replace(  # the teacher's server is on the two nodes after the student's
+        colocated(2, 2), teachers=places((2, 3)), teacher_width=16
+    ),
     "qwen3_0_6b": colocated(1, 1, gpus=1),
     "qwen3_0_6b_24gb": colocated(1, 1, gpus=1),
     "qwen3_235b_a22b": colocated(16, 16),  # eight servers over two nodes each
