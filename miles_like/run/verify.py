@@ -33,7 +33,7 @@ from miles_like.verify.weights import WeightEvidence
 from quant.hf_config import quantized_config
 from rollout.prompts.mix import PromptSource
 from rollout.server_key import ServerKey
-from rollout.sglang.client import ServerClient
+from rollout.sglang.client import ServerClient, SGLangClient
 from rollout.wire.control import ModelInfo
 
 PROMPTS = 32
@@ -77,6 +77,10 @@ class VerifyRun:
         self.states = rollout.plan.run_dir.resolve() / "verify" / "states" if options.layers else None
         if self.states is not None:
             rollout = replace(rollout, layer_states=self.states)
+        if options.layers and rollout.plan.config.rollout.engine == "vllm":
+            raise ValueError(
+                "--layers with rollout.engine = 'vllm': a vLLM server gives no states of its layers: leave out --layers"
+            )
         if attached and rollout.plan.config.rollout.engine == "vllm":
             raise ValueError(
                 f"--server {attached[0]} with rollout.engine = 'vllm': a vLLM server does not report its model's shape "
@@ -166,7 +170,8 @@ class VerifyRun:
                 await trainer.publish(version=self.version)  # as a run does before its first step
             # hashes of the served weights, before anything is sent to a server that was not started here
             served = [(await client.checksum()).tensors for client in clients]
-            layers = [] if self.states is None else await drill_down(rollout, trainer, prompts).of(clients)
+            seen = [] if self.states is None else [c for c in clients if isinstance(c, SGLangClient)]
+            layers = await drill_down(rollout, trainer, prompts).of(seen) if seen else []
             groups = await compare.sample(clients)
             weights = await self._weights(clients, served, published, live)
             report = await compare.of(groups, weights=weights, rollout=live)

@@ -63,7 +63,7 @@ def allowance(
 
 
 def rounding_units(
-    precision: PrecisionConfig, *, engine: Literal["embedded", "sglang"], exact: bool, more: bool
+    precision: PrecisionConfig, *, engine: Literal["embedded", "sglang", "vllm"], exact: bool, more: bool
 ) -> tuple[float, float]:
     """Relative error of one rounding in a layer, and of the residual stream, that is always bf16 or more: what
     `compare_states` explains. exact, more: as in `allowance`."""
