@@ -350,11 +350,12 @@ class PublishReport:
     """One publication of weights to the servers."""
 
     version: int
-    bytes: int  # of the tensors sent to each server; base64, and one copy per SGLang rank, make the transfer larger
+    bytes: int  # sent to each server, of tensors; base64, and one copy per SGLang rank, make the transfer larger
     seconds: float  # of the whole publication
     pause_seconds: float  # of these, while the servers generated nothing
     # of each rank of a server: tensor name -> hash of the loaded tensor, equal on all servers; (): not requested
     checksums: tuple[Mapping[str, str], ...] = ()
+    whole_bytes: int | None = None  # of the tensors that a publication of all would send; None: this is one
     failed: tuple[ServerFault, ...] = ()  # servers that the publication has left out; the others serve the version
 
     def followed_by(self, later: PublishReport) -> PublishReport:

@@ -227,8 +227,9 @@ class RolloutConfig(Section):
 class PublishConfig(Section):
     # how weights reach the servers. tensor: servers on the host of trainer rank 0 open its shared memory or that of
     # its GPU, others get them within requests; distributed: by broadcasts to all ranks of all servers, over NCCL
-    # between GPUs and gloo otherwise; disk: as a checkpoint on a shared disk
-    path: Literal["tensor", "distributed", "disk"] = "tensor"
+    # between GPUs and gloo otherwise; disk: as a checkpoint on a shared disk; delta: as what has changed since the
+    # version that the servers hold, on a shared disk, to the embedded engine
+    path: Literal["tensor", "distributed", "disk", "delta"] = "tensor"
     # running samples are aborted and continued by another request, prefilled again after the pause, or frozen
     pause_mode: Literal["abort", "retract", "in_place"] = "retract"
     bucket_bytes: int = Field(256 << 20, ge=1)  # tensors sent at once; the sender holds three such buckets
@@ -238,6 +239,30 @@ class PublishConfig(Section):
     # servers of a run that are stopped and started again, in all, because they do not take part in a publication or do
     # not compute with its weights after a second one; 0: the run ends. None are where servers and trainer take turns
     replacements: int = Field(3, ge=0)
+    # tensors that are encoded before the servers are paused, which bounds what the sender holds of them
+    hold_bytes: int = Field(2 << 30, ge=1)
     verify: bool = True  # compare the servers' checksums after every publication
     # of the text that every server scores after every publication, held to the trainer's log-probs of it; 0: not asked
     answer_tokens: int = Field(256, ge=0)
+
+    def check(self, *, engine: str, ranks: int, takes_turns: bool) -> None:
+        """Raises ValueError where the servers cannot take weights by this path. ranks: of an embedded server;
+        takes_turns: servers release their weights while the trainer computes."""
+        if self.path != "delta":
+            return
+        if engine != "embedded":
+            raise ValueError(
+                f"publish.path = 'delta' with rollout.engine = {engine!r}, whose servers read no weight differences: "
+                "set publish.path = 'disk', or rollout.engine = 'embedded'"
+            )
+        if ranks > 1:
+            raise ValueError(
+                f"publish.path = 'delta' with rollout.embedded.tp_size = {ranks}, whose ranks hold slices, to which no "
+                "weight difference is applied: set publish.path = 'disk' or 'tensor', or tp_size = 1"
+            )
+        if takes_turns:
+            raise ValueError(
+                "publish.path = 'delta', but the servers release their weights while the trainer computes "
+                "(cluster.colocate = true), and a difference needs the weights before it: set publish.path = 'tensor' "
+                "or 'disk', or cluster.colocate = false"
+            )

@@ -14,6 +14,7 @@ from miles_like.protocols import LossFn, RankTrainer, WeightPublisher
 from miles_like.types import NamedTensor, PublishReport
 from quant.spec import QuantSpec
 from quant.stream import quantize_stream
+from rollout.publish.delta_publisher import DeltaPublisher
 from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget, Sent, publish_stream
 from rollout.publish.publisher import TensorPublisher
@@ -50,14 +51,15 @@ class MegatronFactory:
 
 @dataclass(frozen=True, slots=True)
 class PublisherRecipe:
-    """Makes a rank's publisher to running servers: a DiskPublisher, or a TensorPublisher for the other paths of
-    `PublishConfig`."""
+    """Makes a rank's publisher to running servers, by `PublishConfig.path`."""
 
     target: PublishTarget
-    shared: SharedDirectory  # for path "disk"
+    shared: SharedDirectory  # for paths "disk" and "delta"
 
     def __call__(self, rank: int, ranks: int) -> WeightPublisher:
         path = self.target.config.path
+        if path == "delta":
+            return DeltaPublisher(self.target, self.shared, rank=rank, ranks=ranks)
         if path == "disk":
             return DiskPublisher(self.target, self.shared, rank=rank, ranks=ranks)
         if path == "tensor" and self.target.handles is None and rank == 0:

@@ -339,6 +339,13 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def publications_have_a_receiver(self) -> RunConfig:
+        if self.servers is not None:
+            own = self.rollout
+            self.publish.check(engine=own.engine, ranks=own.embedded.tp_size, takes_turns=self.takes_turns)
+        return self
+
+    @model_validator(mode="after")
     def samples_fit_a_pack(self) -> RunConfig:
         """The longest sample has data.max_prompt_tokens and the longest answer; both limits are enforced. Supervised
         examples are checked against the size of a pack when they are read."""

@@ -17,7 +17,7 @@ from miles_like.config.run import RunConfig
 from miles_like.config.sections.distillation import SwappedWeights
 from miles_like.device_table import Device, device
 from miles_like.planning.memory.activations import StepShape
-from miles_like.planning.memory.engine import EnginePlan, engine_plan
+from miles_like.planning.memory.engine import EnginePlan, engine_plan, published_bytes
 from miles_like.planning.memory.host import DRIVER, Samples, driver_host, engine_host, rank_host, summed
 from miles_like.planning.memory.parts import PHASES, Bytes, Phase, added, largest, total
 from miles_like.planning.memory.ranks import RankPlans, Use
@@ -216,11 +216,17 @@ class _Composer:
             sleeps=plans.sleeps and self.gpus,
             copies=copies,
             saves_aside=c.checkpoint.asynchronous and role != "reference",
+            published=self._published() if role == "trainer" and c.servers and c.publish.path == "delta" else 0,
         )
         if not self.gpus:
             uses = plans.uses(stage)
             out["ranks"] = max(total(added(use.static, use.dynamic)) for use in uses.values())
         return out
+
+    def _published(self) -> int:
+        """A rank's share of the encoded weights."""
+        c = self.config
+        return -(-published_bytes(c.precision, self.hf) // c.parallel.world_size)
 
     def _driver(self) -> Mapping[str, int]:
         c, family = self.config, family_of(self.hf)
@@ -235,7 +241,8 @@ class _Composer:
             experts=family.num_experts(self.hf),
         )
         wide = c.rollout.sglang.tp_size if c.rollout.engine == "sglang" else 1
-        return driver_host(samples, bucket=c.publish.bucket_bytes, copies=wide)
+        held, bucket = c.publish.hold_bytes, c.publish.bucket_bytes
+        return driver_host(samples, held=held, bucket=bucket, copies=wide, hashes=c.rollout.engine == "embedded")
 
 
 def _role(row: StagePlan) -> Role:

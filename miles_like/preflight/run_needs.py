@@ -16,7 +16,7 @@ from miles_like.doctor.findings import Needs, Ports
 
 Shared = Mapping[str, Mapping[int, str]]  # as `Needs.shared`
 CHECKPOINTS = "trainer ranks write their checkpoints there"
-PUBLISHED = "rollout servers read published weights there (publish.path = 'disk')"
+PUBLISHED = "rollout servers read published weights there (publish.path = 'disk' or 'delta')"
 MADE = "the ranks that make a checkpoint ([model.make], a teacher's make) load weights there"
 
 
@@ -50,7 +50,7 @@ def run_needs(config: RunConfig, run_dir: Path | None = None) -> Needs:
 def run_dir_needs(config: RunConfig, plan: PlacementPlan) -> dict[int, str]:
     """Nodes that must see the run directory of the machine that starts the run: number of the node in the plan -> the
     reason."""
-    published = plan.of("rollout") if config.publish.path == "disk" else ()
+    published = plan.of("rollout") if config.publish.path in ("disk", "delta") else ()
     return {s.node: PUBLISHED for s in published} | {
         s.node: CHECKPOINTS for s in (*plan.of("trainer"), *plan.critics())
     }

@@ -6,6 +6,7 @@ them by renaming files, and lets the servers load.
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from miles_like.hf.checkpoint import HFCheckpoint, write_hf
+from miles_like.hf.checkpoint import HFCheckpoint, read_config, write_hf
 from miles_like.hf.merged import join_parts
 from miles_like.types import NamedTensor, PublishReport
 from quant.hf_config import quantized_config, spec_from_hf
@@ -28,7 +29,7 @@ from rollout.sglang.client import RolloutError
 from rollout.wire import endpoints
 from rollout.wire.control import PauseMode, PauseRequest, UpdateFromDisk
 
-_POLL_S = 0.02
+POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,7 @@ class DiskPublisher:
         # servers may still read what was published of this version before
         path = self._directory / f"version_{version}{f'.{_number(there[-1]) + 1}' if there else ''}"
         try:
+            self._check_parts(parts)
             join_parts(parts, path)
             shares.check_whole(written := HFCheckpoint(path))
         except ValueError as e:  # a file that is not what its rank wrote
@@ -94,6 +96,15 @@ class DiskPublisher:
             if other != path:
                 shutil.rmtree(other)
         return sent
+
+    @staticmethod
+    def _check_parts(parts: Sequence[Path]) -> None:
+        """Raises RuntimeError for parts of different kinds."""
+        if len({json.dumps(read_config(part), sort_keys=True) for part in parts}) > 1:
+            raise RuntimeError(
+                f"the parts of {len(parts)} trainer ranks in {parts[0].parent} have different configurations, which is "
+                "a fault of this program. Nothing was sent"
+            )
 
     def _check_versions(self, version: int) -> None:
         """Raises RuntimeError as `check_versions`, before a file is written."""
@@ -112,12 +123,13 @@ class DiskPublisher:
 
     def _write(self, part: Path, own: Iterator[NamedTensor]) -> int:
         """Write this rank's weights, encoded; returns their bytes."""
-        # copies: a CPU tensor whose memory numpy has seen cannot be released by a trainer that sleeps
-        encoded = (
-            NamedTensor(name, x.clone() if x.device.type == "cpu" else x)
-            for name, x in quantize_stream(own, self._target.spec)
-        )
+        encoded = self._encoded(own)
         return write_hf(part, encoded, self._hf_config, copy_from=None if self._rank else self._copy_from)
+
+    def _encoded(self, own: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
+        """Copies: a CPU tensor whose memory numpy has seen cannot be released by a trainer that sleeps."""
+        for name, tensor in quantize_stream(own, self._target.spec):
+            yield NamedTensor(name, tensor.clone() if tensor.device.type == "cpu" else tensor)
 
     def _wait_for(self, parts: Sequence[Path]) -> None:
         """A part has its name once it is on disk. Raises RuntimeError naming the ranks whose parts are missing."""
@@ -131,7 +143,7 @@ class DiskPublisher:
                     "rank 0 (publish.parts_timeout_s): every rank must see this directory, and its disk must be fast "
                     "enough. The servers still serve the version before"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def _load(self, written: HFCheckpoint, version: int) -> Sent:
         load = reload_weights if self._target.kind == "vllm" else _update_from_disk

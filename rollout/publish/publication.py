@@ -47,6 +47,7 @@ class Sent(NamedTuple):
     pause_seconds: float = 0.0
     checksums: RankChecksums = ()
     failed: tuple[ServerFault, ...] = ()
+    whole_bytes: int | None = None
 
 
 def publish_stream(
@@ -74,4 +75,5 @@ def publish_stream(
         pause_seconds=sent.pause_seconds,
         checksums=sent.checksums,
         failed=sent.failed,
+        whole_bytes=sent.whole_bytes,
     )

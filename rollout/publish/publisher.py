@@ -21,13 +21,15 @@ from miles_like.types import NamedTensor, PublishReport, ServerFault
 from quant.stream import quantize_stream
 from rollout.publish.buckets import cut, gathered
 from rollout.publish.group import GroupTransport
+from rollout.publish.host_bytes import HostBytes
 from rollout.publish.publication import PublishTarget, RankChecksums, Sent, publish_stream
-from rollout.publish.servers import OLD_SERVED, ServerSet, Stage, check_versions, serve_again, servers_of
+from rollout.publish.sent_tensors import SentTensors
+from rollout.publish.servers import OLD_SERVED, ServerSet, Stage, check_versions, serve_again, servers_of, states_of
 from rollout.publish.transports import CudaHandles, Inline, MemoryHandles, Send, Transport
 from rollout.sglang.client import RolloutError
 from rollout.wire import endpoints
 from rollout.wire.checksum import tensor_checksum
-from rollout.wire.control import BeginUpdate, ChecksumReply, EndUpdate, PauseMode, PauseRequest
+from rollout.wire.control import BeginUpdate, ChecksumReply, EndUpdate, PauseMode, PauseRequest, UpdateVersion
 
 
 class _Bucket(NamedTuple):
@@ -48,20 +50,23 @@ def transport_of(target: PublishTarget) -> Transport:
 class TensorPublisher:
     """WeightPublisher of buckets, by requests, handles or a process group (`transport_of`).
 
-    send: whether this rank sends. hold_bytes: encoded before the servers are paused. After a failure before the weights
+    send: whether this rank sends. After a failure before the weights
     of a server have changed all serve the version before; else they stay paused, so that no sample comes from partly
     updated weights. The RuntimeError names the server and says which.
     """
 
     every_rank = False
 
-    def __init__(self, target: PublishTarget, *, send: bool, hold_bytes: int = 2 << 30) -> None:
-        self._target, self._is_sender, self._hold_bytes = target, send, hold_bytes
+    def __init__(self, target: PublishTarget, *, send: bool) -> None:
+        self._target, self._is_sender, self._hold_bytes = target, send, target.config.hold_bytes
         self._mode = PauseMode(target.config.pause_mode)
         self._transport = transport_of(target) if send else Inline(target)
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="checksums")
         self._sending = ThreadPoolExecutor(1, thread_name_prefix="buckets")
         self._stage = Stage.ASKED
+        self.host = HostBytes(self._hold_bytes, target.config.bucket_bytes)  # of one publication
+        self._sent = SentTensors()
+        self._states: list[tuple[str, str, bool]] = []  # of the servers, when they acknowledged `_sent`
 
     def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport:
         """Collective over the trainer's ranks. Raises ValueError (weights that cannot be encoded) or RuntimeError."""
@@ -73,8 +78,15 @@ class TensorPublisher:
         self._stage = Stage.ASKED
         try:
             check_versions(servers, version, kind=self._target.kind)
+            self.host = HostBytes(self._hold_bytes, self._target.config.bucket_bytes)
+            states, self._states = self._states, []
+            if not states or states_of(self._target) != states:
+                self._sent.forget()
             with self._transport.ready(servers):
-                return self._publish(servers, self._encoded(stream), version)
+                sent = self._publish(servers, self._encoded(stream), version)
+            if self._target.kind == "embedded" and not sent.failed:
+                self._states = states_of(self._target, version)
+            return sent
         except (RuntimeError, ValueError, OSError) as e:  # of a server, of the trainer's ranks, of a tensor, no room
             if self._stage is Stage.ASKED and not isinstance(e, RolloutError):
                 raise
@@ -92,7 +104,7 @@ class TensorPublisher:
         while size < self._hold_bytes and len(held) != most and (bucket := next(buckets, None)) is not None:
             held.append(bucket)
             size += bucket.nbytes
-        if not held:
+        if not held and not self._sent.seen:
             raise ValueError("no weights to publish: the stream is empty")
         began, self._stage = time.perf_counter(), Stage.PAUSED
         servers.ask(endpoints.PAUSE, PauseRequest(mode=self._mode).to_json())
@@ -123,16 +135,22 @@ class TensorPublisher:
         self._stage = Stage.BEGUN
         servers.change(endpoints.BEGIN_UPDATE, BeginUpdate(weight_version=named).to_json())
         self._stage = Stage.BEGUN if embedded else Stage.CHANGED
-        for nbytes, checksums in self._loaded(servers, buckets, version):
+        for nbytes, hashes in self._loaded(servers, buckets, version):
+            self.host.give(nbytes)
             total += nbytes
-            sent |= checksums
+            sent |= hashes
         self._stage = Stage.ENDING if embedded else Stage.CHANGED
         servers.change(endpoints.END_UPDATE, EndUpdate(weight_version=named).to_json())
         self._stage = Stage.CHANGED
+        if not total:  # no tensor has changed, and so none carried the version
+            body = UpdateVersion(new_version=str(version), abort_all_requests=False)
+            servers.change(endpoints.UPDATE_VERSION, body.to_json())
         flush_cache(servers, self._mode)
-        if not self._target.config.verify:
-            return total, ()
-        return total, compare_checksums(servers, sent if embedded else None)
+        checksums: RankChecksums = ()
+        if self._target.config.verify:
+            checksums = compare_checksums(servers, self._sent.checksums(sent) if embedded else None)
+        self._sent.acknowledge(sent)
+        return total, checksums
 
     def _loaded(
         self, servers: ServerSet, buckets: Iterator[_Bucket], version: int
@@ -154,13 +172,20 @@ class TensorPublisher:
                 wait([sending])  # after an error too: the next publication must find no request under way
 
     def _encoded(self, stream: Iterator[NamedTensor]) -> Iterator[_Bucket]:
-        hashed = self._target.config.verify and self._target.kind == "embedded"
-        encoded = quantize_stream(gathered(stream, self._target.fused), self._target.spec)
+        embedded = self._target.kind == "embedded"
+        hashed = self._target.config.verify and embedded
+        named = quantize_stream(gathered(stream, self._target.fused), self._target.spec)
+        encoded: Iterator[NamedTensor] = (NamedTensor(name, tensor) for name, tensor in named)
+        if embedded:
+            encoded = self._sent.changed(encoded)
         for part in cut(encoded, self._target.config.bucket_bytes, self._target.fused):
+            nbytes = sum(t.tensor.nbytes for t in part)
+            self.host.take(nbytes)
             send = self._transport.pack(part)
             # hash in a thread while sending: hashing is slow and releases the GIL
             checksums = self._hashing.submit(_checksums, part if hashed else [])
-            yield _Bucket(send, sum(t.tensor.nbytes for t in part), checksums)
+            del part
+            yield _Bucket(send, nbytes, checksums)
 
 
 def _checksums(tensors: Sequence[NamedTensor]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from enum import Enum
 from typing import Any, ParamSpec, TypeVar
@@ -28,10 +28,12 @@ from rollout.sglang.client import (
     read_json,
 )
 from rollout.wire import endpoints, vllm_endpoints
+from rollout.wire.bodies import MemoryTag
 from rollout.wire.control import BeginUpdate, ChecksumReply, ChecksumRequest, EndUpdate, ModelInfo, Outcome
 from rollout.wire.replies import Json, an_object, need
 
 _JSON = {"content-type": "application/json"}
+_PIECE = 1 << 20  # bytes of a body that are written at once
 _GIVE_UP_S = 10.0  # for a server to drop an update
 OLD_SERVED = (
     "The servers that answer still serve the version before: restart the others, or restart the run with --resume"
@@ -151,7 +153,10 @@ class ServerSet:
         than REPLY_BYTES."""
         parts, size = [], 0
         method = "POST" if content else "GET"
-        with self._http.stream(method, url + endpoint, content=content, headers=headers) as response:
+        # a request of httpx is part of a cycle: bytes that it refers to would stay in memory until a garbage collection
+        length = {"content-length": str(len(content))} if content else {}
+        body = _pieces(content) if content else None
+        with self._http.stream(method, url + endpoint, content=body, headers={**headers, **length}) as response:
             check_plain(response, url=url, endpoint=endpoint)
             for part in response.iter_raw():
                 parts.append(part)
@@ -188,11 +193,34 @@ class ServerSet:
         return [x for x in found if not isinstance(x, RolloutError)]
 
 
+def _pieces(content: bytes) -> Iterator[bytes]:
+    for start in range(0, len(content), _PIECE):
+        yield content[start : start + _PIECE]
+
+
 def _result(call: Callable[[str], T], url: str) -> T | RolloutError:
     try:
         return call(url)
     except RolloutError as e:
         return e
+
+
+def states_of(target: PublishTarget, version: int | None = None) -> list[tuple[str, str, bool]]:
+    """Of each server: weight version, time of its start, whether it holds weights. Equal ones at two times mean that it
+    still holds the same weights. Empty where a server does not answer, and with `version` where one serves another."""
+    servers = ServerSet(target.urls, target.timeout_s, target.key)
+    try:
+        infos = servers.get(endpoints.SERVER_INFO, lambda url, endpoint, answer: an_object(answer, endpoint))
+    except (RolloutError, ValueError):
+        return []
+    finally:
+        servers.close()
+    weights = MemoryTag.WEIGHTS.value
+    states = [
+        (str(info.get("weight_version")), str(info.get("started_ts")), info.get("held_bytes", {}).get(weights) != 0)
+        for info in infos
+    ]
+    return states if version is None or all(served == str(version) for served, _, _ in states) else []
 
 
 def servers_of(target: PublishTarget) -> ServerSet:

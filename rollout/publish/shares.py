@@ -47,13 +47,8 @@ class Shares:
     def check_whole(self, written: HFCheckpoint) -> None:
         """Raises RuntimeError naming a tensor unless `written`, of all ranks, holds the tensors of this rank's stream:
         each stored one, and those that are not quantized with their dtype and shape."""
-        found, ranks = set(written.names()), len(self._bytes)
-        if wrong := sorted(found ^ self._stored.keys()):
-            side = "lack" if wrong[0] in self._stored else "have too much:"
-            raise RuntimeError(
-                f"the parts of {ranks} trainer ranks {side} {wrong[0]}, {len(wrong)} tensors in all: their streams "
-                "differ, which is a fault of this program. Nothing was sent"
-            )
+        self.check_names(written)
+        ranks = len(self._bytes)
         for name, want in self._stored.items():
             info = written.info(name)
             if want is not None and want != (info.dtype, info.shape):
@@ -62,3 +57,13 @@ class Shares:
                     f"{want[0]} {list(want[1])}: their streams differ, which is a fault of this program. Nothing was "
                     "sent"
                 )
+
+    def check_names(self, written: HFCheckpoint) -> None:
+        """`check_whole` of the names alone."""
+        found, ranks = set(written.names()), len(self._bytes)
+        if wrong := sorted(found ^ self._stored.keys()):
+            side = "lack" if wrong[0] in self._stored else "have too much:"
+            raise RuntimeError(
+                f"the parts of {ranks} trainer ranks {side} {wrong[0]}, {len(wrong)} tensors in all: their streams "
+                "differ, which is a fault of this program. Nothing was sent"
+            )

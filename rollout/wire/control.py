@@ -177,14 +177,25 @@ class UpdateFromDistributed(ControlRequest):
 
 
 class UpdateFromDisk(ControlRequest):
-    """All new weights from a Hugging Face directory that the server can read; needs no BeginUpdate and EndUpdate."""
+    """All new weights from a Hugging Face directory that the server can read; needs no BeginUpdate and EndUpdate.
+
+    The embedded engine also reads a directory of differences (`deltas.py`) with load_format DELTA. prepare: an
+    extension of this project for such a directory: the server reads and checks it while it goes on serving the old
+    weights, which the same request without `prepare` replaces.
+    """
 
     ENDPOINT = UPDATE_FROM_DISK
     model_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
+    load_format: Annotated[str, Field(max_length=MAX_VERSION)] | None = None
+    prepare: Flag = False
     flush_cache: Flag = True
     abort_all_requests: Flag = False
     weight_version: Version | None = None
     keep_pause: Flag = False
+
+    def to_json(self) -> Json:
+        unknown_to_stock = () if self.prepare else ("prepare",)
+        return self.model_dump(exclude={*unknown_to_stock, *(() if self.load_format else ("load_format",))})
 
 
 class UpdateVersion(ControlRequest):

@@ -165,6 +165,7 @@ class FakeServer:
         self.paused = ""
         self.in_session = False
         self.calls: list[tuple[str, Any]] = []
+        self.started_ts = time.time()
         self._released = threading.Event()
         fake = self
 
@@ -262,7 +263,8 @@ class FakeServer:
         return 200, {"model_path": "tiny", "weight_version": self.version, "is_generation": True}
 
     def _server_info(self, _: Any) -> tuple[int, Any]:
-        return 200, {"version": "0.5.23", "max_total_num_tokens": 4096}
+        state = {"weight_version": self.version, "started_ts": self.started_ts}
+        return 200, {"version": "0.5.23", "max_total_num_tokens": 4096} | state
 
     def _generate(self, body: Any) -> tuple[int, Any]:
         try:

@@ -9,6 +9,7 @@ model_executor/pool_configurator.py (bytes of a token), models/deepseek_v2.py, q
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_bridge.config import PrecisionConfig
@@ -81,15 +82,20 @@ class EngineWeights:
         return self.flags.tp_size // (self.flags.dp_size if self.flags.enable_dp_attention else 1)
 
     def nbytes(self) -> int:
-        total = 0
+        shards = (math.ceil(whole / self._shards(e, i, self._ranks(e))) for e, i, whole in self._whole())
+        return sum(shards) + self._absorbed()
+
+    def stored(self) -> int:
+        """Bytes of the whole checkpoint, as it is published."""
+        return sum(whole for _, _, whole in self._whole())
+
+    def _whole(self) -> Iterator[tuple[Entry, int, int]]:
+        """(row of the family's table, which of its tensors, bytes of all experts') of each layer."""
         for entry in self.tensors.entries:
-            ranks, layers = self._ranks(entry), self.tensors.layers_of(entry)
-            for layer in layers:
+            for layer in self.tensors.layers_of(entry):
                 for index, shape in enumerate(self.tensors.shapes(entry)):
                     name = entry.hf[index].format(i=layer, e=0 if entry.per_expert else None)
-                    whole = self._stored(name, shape, entry) * self.tensors.experts_of(entry)
-                    total += math.ceil(whole / self._shards(entry, index, ranks))
-        return total + self._absorbed()
+                    yield entry, index, self._stored(name, shape, entry) * self.tensors.experts_of(entry)
 
     def _stored(self, name: str, shape: tuple[int, ...], entry: Entry) -> int:
         if self.codec is not None and self.spec is not None and self.spec.covers(name, shape):
@@ -129,6 +135,11 @@ class EngineWeights:
         else:
             numbers = 2 * max(1, self.dims["kv_heads"] // self.attention_ranks) * self.dims["head"]
         return math.ceil(numbers * self.dims["layers"] * size)
+
+
+def published_bytes(precision: PrecisionConfig, hf: HFConfig) -> int:
+    """Of the whole model, encoded. hf: as in `engine_plan`."""
+    return EngineWeights(hf, served_spec(precision, hf), SGLangFlags()).stored()
 
 
 def engine_plan(

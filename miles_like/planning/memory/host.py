@@ -19,7 +19,6 @@ from miles_like.planning.memory.weights import StageWeights
 
 PROCESS = 4 * GIB  # assumption: Python, torch, CUDA's host part, communication buffers of one GPU process
 DRIVER = 8 * GIB  # assumption: the run's driver and Ray's services on its node
-_HELD_BEFORE_A_PAUSE = 2 * GIB  # hold_bytes of TensorPublisher
 _TEXT = 4 / 3  # base64
 _CHECKPOINT_BYTES = 14  # of an asynchronous save's copy: BF16 parameters, FP32 masters and moments
 _PER_TOKEN = 64  # bytes of a token of a sample without its routes: ids, masks, log-probabilities
@@ -47,10 +46,18 @@ class Samples:
 
 
 def rank_host(
-    weights: StageWeights, state: RankState, config: TrainerConfig, *, sleeps: bool, copies: int, saves_aside: bool
+    weights: StageWeights,
+    state: RankState,
+    config: TrainerConfig,
+    *,
+    sleeps: bool,
+    copies: int,
+    saves_aside: bool,
+    published: int = 0,
 ) -> Counter[str]:
     """Bytes by part on the host of one trainer, critic or reference rank. copies: further sets of weights (a reference,
-    teachers); saves_aside: a checkpoint is written from a copy while training continues."""
+    teachers); saves_aside: a checkpoint is written from a copy while training continues; published: bytes of this
+    rank's share of the encoded weights, which it keeps for differences to them."""
     out = Counter({"processes": PROCESS})
     each = list(_shards(weights, config))
     on_host, on_device = state.host.moments, state.device.get("moments", 0)
@@ -63,6 +70,8 @@ def rank_host(
         out["sleeping copies"] = sum(state.buffers) + kept + fixed
     if copies:
         out["copies of weights"] = copies * sum(2 * h.count * h.elements for h in weights.held)
+    if published:
+        out["published weights"] = published
     if saves_aside:
         out["checkpoint copy"] = 2 * weights.elements() + (_CHECKPOINT_BYTES - 2) * sum(n * e for n, e in each)
     return out
@@ -90,10 +99,11 @@ def engine_host(gpus: int, tokens: int, layers: int, top_k: int) -> Counter[str]
     return Counter({"processes": gpus * PROCESS, "routes of servers": gpus * tokens * layers * top_k * 4})
 
 
-def driver_host(samples: Samples, *, bucket: int, copies: int) -> Counter[str]:
-    """Bytes by part on the host of the node with the driver and the rank that sends weights. bucket: bytes of tensors
-    in a request, of whose base64 text `copies` exist at the same time."""
-    sends = _TEXT * (_HELD_BEFORE_A_PAUSE + bucket * (1 + copies))
+def driver_host(samples: Samples, *, held: int, bucket: int, copies: int, hashes: bool) -> Counter[str]:
+    """Bytes by part on the host of the node with the driver and the rank that sends weights. held: bytes of tensors
+    that are encoded before a pause; bucket: in a request, of whose base64 text `copies` exist at the same time. hashes:
+    the tensors are in memory too, to be hashed."""
+    sends = _TEXT * (held + bucket * (1 + copies)) + (held + 2 * bucket if hashes else 0)
     # once in the driver, once in Ray's object store on the way to the ranks
     return Counter({"processes": DRIVER, "samples": 2 * samples.nbytes, "publication": int(sends)})
 

@@ -255,6 +255,13 @@ class WeightStore:
         """Name and shape of every weight of the model, held or not."""
         return self._expected
 
+    def stored_names(self) -> dict[str, tuple[str, ...]]:
+        """Weight -> names of its stored tensors: its own, or those of its codes and scales."""
+        return {
+            name: tuple(stored_name(name, leaf) for leaf in value.stored) if isinstance(value, QuantTensor) else (name,)
+            for name, value in self._stored.items()
+        }
+
     def fp32_bytes(self) -> list[int]:
         """Size of each weight in fp32."""
         return [4 * math.prod(shape) for shape in self._expected.values()]

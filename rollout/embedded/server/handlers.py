@@ -56,6 +56,7 @@ from rollout.wire.control import (
     UpdateVersion,
     decode_safetensors,
 )
+from rollout.wire.deltas import DELTA
 from rollout.wire.flat import SEGMENT
 from rollout.wire.generate import GenerateRequest
 from rollout.wire.replies import Json
@@ -415,15 +416,35 @@ class Handlers:
 
     async def update_from_disk(self, request: Request) -> Response:
         u = UpdateFromDisk.from_json(await _body(request))
-        more = {"num_paused_requests": 0}
+        more, path = {"num_paused_requests": 0}, Path(u.model_path)
         try:  # before waiting for running requests
-            checkpoint = await asyncio.to_thread(self.service.candidate, Path(u.model_path))
+            if u.load_format == DELTA:
+                return await self._update_from_delta(u, path)
+            if u.prepare or u.load_format not in (None, "auto", SAFETENSORS):
+                raise ValueError(
+                    f"load_format {u.load_format!r} with prepare = {u.prepare} is not served: a directory is read as "
+                    f'"{SAFETENSORS}", or as "{DELTA}", which can be prepared'
+                )
+            checkpoint = await asyncio.to_thread(self.service.candidate, path)
         except ValueError as e:
             return _json(Outcome(success=False, message=str(e)).to_json() | more, 400)
         if u.abort_all_requests:
             await self._call(lambda: self.service.engine.abort(everything=True))
         return await self._outcome(
             lambda: self.service.load(checkpoint, flush_cache=u.flush_cache, version=u.weight_version),
+            drain=True,
+            more=more,
+        )
+
+    async def _update_from_delta(self, u: UpdateFromDisk, path: Path) -> Response:
+        more = {"num_paused_requests": 0}
+        if u.prepare:
+            read = await asyncio.to_thread(self.service.delta, path, u.weight_version)
+            return await self._outcome(lambda: self.service.prepare_delta(read), more=more)
+        if u.abort_all_requests:
+            await self._call(lambda: self.service.engine.abort(everything=True))
+        return await self._outcome(
+            lambda: self.service.load_delta(path, flush_cache=u.flush_cache, version=u.weight_version),
             drain=True,
             more=more,
         )

@@ -20,6 +20,7 @@ from quant.hf_config import spec_from_hf
 from rollout.embedded.engine.engine import Engine, EngineLimits
 from rollout.embedded.families.registry import architecture_of
 from rollout.embedded.model import plain_ops
+from rollout.embedded.model.deltas import ReadDelta, read_delta
 from rollout.embedded.model.operations import Operations
 from rollout.embedded.model.slices import Slices
 from rollout.embedded.model.weights import UpdateSession, WeightStore
@@ -27,9 +28,10 @@ from rollout.embedded.ranks.checksums import merged, rank_checksums
 from rollout.embedded.ranks.crew import Crew, LedModel
 from rollout.embedded.ranks.follower import Launch, SentTensor
 from rollout.embedded.ranks.gloo import GlooExchange, RankLost
-from rollout.embedded.ranks.part import Kept, Part, opened, trim_heap
+from rollout.embedded.ranks.part import Kept, Part, as_value_errors, opened, trim_heap
 from rollout.embedded.server.memory import Memory
 from rollout.wire.bodies import MemoryTag
+from rollout.wire.deltas import DELTA, DeltaConfig
 
 SESSION_IDLE_S = 300.0
 
@@ -80,6 +82,7 @@ class Service:
         self.part = self._loaded(checkpoint, slices, kept, ops, limits)
         self.engine = Engine(self.part.model, limits, version=version)
         self._session: UpdateSession | None = None
+        self._delta: ReadDelta | None = None  # prepared, to replace the weights
         self._memory = Memory()
 
     def _loaded(
@@ -174,6 +177,8 @@ class Service:
         """Opens a directory that can replace the served one, judging by its headers. Does not access the engine, so any
         thread may call it. Raises ValueError."""
         checkpoint = opened(path)
+        if DELTA in checkpoint.config:
+            raise ValueError(f'{path} has weight differences, which are no model: send load_format "{DELTA}"')
         arch = architecture_of(checkpoint.config, eos_ids=self.arch.eos_ids)
         if arch != self.arch:
             raise ValueError(f"{path} is another model than {self.model_path}: start a server for it")
@@ -196,6 +201,48 @@ class Service:
         if version is not None:
             self.engine.set_version(version)
 
+    def delta(self, path: Path, version: str | None) -> ReadDelta:
+        """Reads a directory of weight differences and applies it to a copy of the weights that it changes. The engine
+        may run meanwhile, and any thread may call it. version: that it must give; None: any. Raises ValueError."""
+        self._memory.require_weights(defined=True)
+        if self._crew.size > 1:
+            raise ValueError(
+                f"the {self._crew.size} ranks of this server hold slices, to which no weight difference is applied: "
+                "publish the whole weights"
+            )
+        store = self.store
+        checkpoint = opened(path)
+        self._check_versions(DeltaConfig.of(checkpoint.config, path), path, version)
+        with as_value_errors(path):
+            return read_delta(checkpoint, store)
+
+    def _check_versions(self, config: DeltaConfig, path: Path, version: str | None) -> None:
+        if config.base != self.engine.version:
+            raise ValueError(
+                f"the weight differences in {path} are to version {config.base}, this server serves version "
+                f"{self.engine.version}: publish the whole weights"
+            )
+        if version not in (None, config.version):
+            raise ValueError(f"the weight differences in {path} make version {config.version}, not {version}")
+
+    def prepare_delta(self, read: ReadDelta) -> None:
+        """Holds what `load_delta` needs, in place of what an earlier call brought."""
+        self._delta = read
+
+    def load_delta(self, path: Path, *, flush_cache: bool, version: str | None) -> None:
+        """Replaces the weights by those that a directory of differences makes of the served ones: those that were
+        prepared, if they are. On ValueError the old weights stay."""
+        self._memory.require_weights(defined=True)
+        self.require_flushable(flush_cache)
+        read = self._delta
+        if read is None or read.store is not self.store or read.checkpoint.path != path:
+            read = self.delta(path, version)
+        self._check_versions(read.config, path, version)
+        with self._all_or_none():
+            self.part.prepare(read.weights, all_of_them=False)
+        self._commit()
+        self.engine.set_version(read.config.version)
+
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
         """For every step of an update that can fail: after an error no rank keeps anything of it."""
@@ -210,6 +257,7 @@ class Service:
     def _commit(self) -> None:
         """Replaces the weights that are served by those that all ranks have prepared."""
         self._crew.together(self.part.commit, "commit")
+        self._delta = None
         self.engine.weights_changed()
         self._memory.undefined = False
         self.engine.refusal = self._memory.refusal
@@ -236,6 +284,7 @@ class Service:
             engine.cache.free_memory()
         if weights:
             self.part.free()
+            self._delta = None
         engine.refusal = self._memory.refusal
         trim_heap()
         return self.held()

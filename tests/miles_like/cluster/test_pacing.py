@@ -55,9 +55,15 @@ def _rank(rank: int, world: int, port: int, hf: str, urls: tuple[str, ...]) -> A
     found: Any = Rank()
     found.rank, found.world, found.trainer = rank, world, t
     found.pacer = Pacer(t.signals, sends=rank == 0, chunk_bytes=SMALL)
-    target = PublishTarget(urls=urls, kind="embedded", spec=None, config=PublishConfig(bucket_bytes=4 * SMALL))
-    found.connect(lambda rank, ranks: TensorPublisher(target, send=rank == 0, hold_bytes=1))
+    _connect(found, urls, 4 * SMALL)
     return found
+
+
+def _connect(rank: Rank, urls: tuple[str, ...], bucket_bytes: int) -> None:
+    """A publisher that has sent nothing, and so sends everything."""
+    config = PublishConfig(bucket_bytes=bucket_bytes, hold_bytes=1)
+    target = PublishTarget(urls=urls, kind="embedded", spec=None, config=config)
+    rank.connect(lambda rank, ranks: TensorPublisher(target, send=rank == 0))
 
 
 def _slow(times: int) -> Callable[[Any], None]:
@@ -81,6 +87,7 @@ def _publications(rank: int, world: int, port: int, hf: str) -> dict[str, Any]:
         quick = r.publish(1)
         found["quick"] = {n: x.clone() for n, x in server.weights.items()}, quick.bytes
         server.weights.clear()
+        _connect(r, (server.url,), 4 * SMALL)
         server.fault = {endpoints.UPDATE_FROM_TENSOR: _slow(1)}
         began = time.monotonic()
         slow = r.publish(2)
@@ -89,8 +96,7 @@ def _publications(rank: int, world: int, port: int, hf: str) -> dict[str, Any]:
         found["requests"] = sum(e == endpoints.UPDATE_FROM_TENSOR for e, _ in server.calls) // 2
         server.fault = {endpoints.UPDATE_FROM_TENSOR: _slow(1)}
         r.pacer = _Unpaced()
-        target = PublishTarget(urls=(server.url,), kind="embedded", spec=None, config=PublishConfig(bucket_bytes=SMALL))
-        r.connect(lambda rank, ranks: TensorPublisher(target, send=rank == 0, hold_bytes=1))
+        _connect(r, (server.url,), SMALL)
         try:
             r.publish(4)
             found["unpaced"] = "no error"
@@ -113,14 +119,14 @@ def test_a_server_may_be_slower_than_a_collective(tmp_path: Path) -> None:
 class _SlowDisk(DiskPublisher):
     """Rank 1 takes SLOW_S for one of its tensors."""
 
-    def _write(self, part: Path, own: Iterator[NamedTensor]) -> int:
+    def _encoded(self, own: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
         def slow() -> Iterator[NamedTensor]:
             for i, item in enumerate(own):
                 if self._rank == 1 and i == 3:
                     time.sleep(SLOW_S)
                 yield item
 
-        return super()._write(part, slow())
+        return super()._encoded(slow())
 
 
 def _written(rank: int, world: int, port: int, hf: str, where: Path, paced: bool) -> str | int:

@@ -41,11 +41,13 @@ def same(a: dict[str, torch.Tensor], b: list[tuple[str, torch.Tensor]]) -> bool:
 
 
 def publisher(servers: list[FakeServer], **options: Any) -> TensorPublisher:
-    config = PublishConfig(**{k: options.pop(k) for k in ("bucket_bytes", "verify", "pause_mode") if k in options})
-    how = {name: options.pop(name) for name in ("send", "hold_bytes") if name in options}
+    config = PublishConfig(
+        **{k: options.pop(k) for k in ("bucket_bytes", "hold_bytes", "verify", "pause_mode") if k in options}
+    )
+    send = options.pop("send", True)
     defaults: dict[str, Any] = {"kind": "embedded", "spec": SPEC, "timeout_s": 5.0}
     target = PublishTarget(urls=tuple(s.url for s in servers), config=config, **(defaults | options))
-    return TensorPublisher(target, **({"send": True} | how))
+    return TensorPublisher(target, send=send)
 
 
 @pytest.mark.parametrize("kind", ["embedded", "sglang"])
@@ -81,6 +83,7 @@ def test_the_order_of_requests(mode: str) -> None:
             *flush,
             endpoints.CHECKSUM,
             endpoints.CONTINUE,
+            endpoints.SERVER_INFO,  # what a server is that has these weights
         ]
         bodies = dict(server.calls)
     assert bodies[endpoints.PAUSE] == {"mode": mode}
