@@ -32,7 +32,7 @@ from rollout.server_url import on_loopback
 from rollout.sglang.client import RolloutError
 from rollout.sglang.ports import free_port
 from rollout.wire import endpoints
-from rollout.wire.control import AbortRequest, DestroyGroup, InitGroup, UpdateFromDistributed
+from rollout.wire.control import DestroyGroup, InitGroup, UpdateFromDistributed
 from rollout.wire.flat import FLATTENED
 from rollout.wire.groups import join_group, leave_group
 
@@ -95,13 +95,14 @@ class _Answers:
         tell_to_leave(leaving, self._name, self._key)
 
     def result_of(self, asked: Future[None]) -> None:
-        """Wait for all answers. Raises RolloutError with the failures, without those that follow from others."""
-        try:
+        """Wait for all answers. Raises RolloutError with the failures, without those that follow from others: a group
+        fails as a whole, also where servers that fail are left out of a publication."""
+        with contextlib.suppress(RolloutError):
             asked.result()
-        except RolloutError:
+        if self._errors:
             texts = [str(e) for e in self._errors]
             causes = [text for text in texts if not any(words in text for words in _CONSEQUENCES)]
-            raise RolloutError("; ".join(causes or texts)) from None
+            raise RolloutError("; ".join(causes or texts))
 
 
 def tell_to_leave(urls: Sequence[str], name: str, key: ServerKey | None) -> None:
@@ -114,8 +115,9 @@ def tell_to_leave(urls: Sequence[str], name: str, key: ServerKey | None) -> None
 
 
 class GroupTransport:
-    """A `Transport`. The group is made for the first publication and kept; after a failure the next one makes another.
-    A server that was started again under its URL is not in the group: its first bucket fails."""
+    """A `Transport`. The group is made for the first publication and kept as long as the servers are the same; after a
+    failure the next publication makes another. A server that was started again under its URL is not in the group: its
+    first bucket fails."""
 
     limit = BUCKETS
 
@@ -124,19 +126,21 @@ class GroupTransport:
         self._pool = Pool(partial(Buffer, device="cuda" if target.backend == "nccl" else "cpu"))
         self._requests = ThreadPoolExecutor(1, thread_name_prefix="announce")
         self._membership: _Membership | None = None
+        self._joint: tuple[str, ...] = ()  # the servers in the group
         self._dissolve: Callable[[], object] = _nothing  # once for each membership
 
     @contextmanager
     def ready(self, servers: ServerSet) -> Iterator[None]:
-        if self._membership is None:
-            self._membership = self._joined(servers)
+        if self._joint != servers.urls:
+            self._dissolve()
+            self._membership, self._joint = self._joined(servers), servers.urls
             leave = partial(_dissolve, self._membership, servers.urls, self._target.key)
             self._dissolve = finalizer = weakref.finalize(self, leave)  # where this publisher is used no more
             finalizer.atexit = False
         try:
             yield
         except BaseException:
-            self._membership = None
+            self._joint = ()
             self._dissolve()
             raise
         finally:
@@ -146,6 +150,9 @@ class GroupTransport:
         return partial(self._send, self._pool.holding(part))
 
     def _send(self, buffer: Buffer, servers: ServerSet, version: str | None) -> None:
+        if not servers.urls:  # all have been left out
+            self._pool.give_back(buffer)
+            return
         membership = self._membership
         assert membership is not None, "a bucket is sent outside of `ready`"
         body = UpdateFromDistributed(
@@ -190,8 +197,6 @@ class GroupTransport:
             ).to_json()
             for i in range(len(servers.urls))
         ]
-        # every server is there: one that joins would wait long for another that is not
-        servers.ask(endpoints.ABORT, AbortRequest(rid=name).to_json())
         answers = _Answers(name, target.key, partial(_later, store.clear))
         asked = self._requests.submit(servers.change_each, endpoints.INIT_GROUP, bodies, answers)
         try:

@@ -122,11 +122,14 @@ def test_a_server_that_dies_in_the_middle_is_named_and_the_next_group_has_its_su
         publisher.publish(after(len(stream) // 2, stream, two[1].kill), version=2)
     assert two[0].url not in str(caught.value) and time.monotonic() - began < LIMIT_S / 2
     assert reported(two[0].url) == model.sums(1)
+    without = TensorPublisher(replace(target, goes_on=True), send=True)  # the server that is left, in a group with it
+    report = without.publish(model.weights(2), version=3)
+    assert [fault.url for fault in report.failed] == [two[1].url] and reported(two[0].url) == model.sums(2)
     two[1] = begun(two[1].path, two[1].log, port=two[1].port)
     two[1].await_ready()
-    publisher.publish(map(NamedTensor._make, model.encoded(3).items()), version=3)
+    publisher.publish(map(NamedTensor._make, model.encoded(3).items()), version=4)
     assert [reported(s.url) for s in two] == [model.sums(3)] * 2
-    assert len(joins) == 2
+    assert len(joins) == 3
 
 
 @pytest.mark.long(beside=HERE)
