@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.embedded.ranks.crew import Crew
 from tests.support import exactly, toy
 from tests.support.spawn import free_port, run_ranks
 
@@ -108,6 +109,17 @@ def _changing(rank: int, world: int, port: int, where: Path, model: str, steps: 
         return _many_steps(t, where / f"{model} {steps} steps", steps)
 
 
+def _divided(rank: int, world: int, port: int, where: Path, model: str) -> exactly.Found:
+    """The engine has two ranks, which divide heads and experts; they are forked before the trainer has any thread."""
+    crew = Crew(2, limit_s=900.0)
+    try:
+        with toy.trainer(exactly.config(where, model, "fp8", MANY[model]), rank, world, port) as t:
+            toy.scramble(t)
+            return exactly.steps(exactly.Pair(t, where / f"{model} divided", crew=crew, ep_size=2), STEPS)
+    finally:
+        crew.stop()
+
+
 def _compared(rank: int, world: int, port: int, where: Path, model: str) -> Found:
     """With a weight that has moved, and with the stock operations."""
     out: Found = {}
@@ -170,6 +182,11 @@ def test_every_log_probability_is_the_rollouts(case: str, steps: Steps) -> None:
 def test_it_stays_so_while_weights_change(model: str, steps: int, where: Path) -> None:
     found = run_ranks(_changing, 1, where, model, steps, timeout_s=900, keep=True)[0]
     assert found == [(0, 0, True)] * steps
+
+
+@pytest.mark.parametrize("model", [pytest.param("mla", marks=LONG), pytest.param("gqa", marks=LONG)])
+def test_ranks_of_a_server_change_no_bit_of_it(model: str, where: Path) -> None:
+    assert run_ranks(_divided, 1, where, model, timeout_s=900)[0] == [(0, 0, True)] * STEPS
 
 
 @pytest.mark.parametrize("model", MODELS)
