@@ -70,7 +70,7 @@ def settings(row: Row, steps: int = STEPS) -> list[str]:
     # where groups should be in flight still when others are trained, answers have very different lengths
     tokens = 160 if in_flight(row) else 48
     out += ["train.groups_per_step=4", "train.samples_per_group=2", f"rollout.max_new_tokens={tokens}"]
-    out += ["publish.bucket_bytes=65536", "optimizer.lr=1e-3", "optimizer.warmup_steps=0"]
+    out += ["publish.bucket_bytes=65536", "optimizer.lr=3e-4", "optimizer.warmup_steps=0"]
     # checks of weights before every step; a reward that a model of random weights gets different values of
     out += ["mismatch.checksums_every=1", "mismatch.check_prompts=2", "reward.name=tests.support.local_run:low_tokens"]
     return out
