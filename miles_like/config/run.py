@@ -21,7 +21,7 @@ from miles_like.config.sections.alignment import AlignmentConfig, check_sides, w
 from miles_like.config.sections.cluster import ClusterConfig, PoolName, server_places
 from miles_like.config.sections.distillation import DistillationConfig, LaunchedServer
 from miles_like.config.sections.eval import EvalConfig, EvalSet, SetConfig, check_measured
-from miles_like.config.sections.loop import BufferConfig, CheckpointConfig
+from miles_like.config.sections.loop import BufferConfig, CheckpointConfig, CriticConfig
 from miles_like.config.sections.make import MakeConfig
 from miles_like.config.sections.reward import RewardConfig
 from miles_like.config.sections.supervised import PAIRS, SupervisedConfig, check_keys, check_unused, without_replay
@@ -114,12 +114,6 @@ class MismatchConfig(Section):
                 "mismatch.logprob_abs_diff_max or mismatch.extreme_frac_max, or remove it"
             )
         return self
-
-
-class CriticConfig(Section):
-    """The value model of algorithm.advantage = "ppo"."""
-
-    lr: float | None = Field(None, gt=0)  # None: optimizer.lr
 
 
 class ConvertConfig(Section):
@@ -334,8 +328,7 @@ class RunConfig(Section):
     def vllm_has_what_the_run_needs(self) -> RunConfig:
         if self.servers is not None and self.rollout.engine == "vllm":
             gpus = len(self.cluster.pools_of(self.parallel.world_size)["rollout"].gpus)
-            turns = self.takes_turns
-            check_vllm(self.rollout, self.publish, self.replay, takes_turns=turns, gpus_per_node=gpus)
+            check_vllm(self.rollout, self.publish, self.replay, takes_turns=self.takes_turns, gpus_per_node=gpus)
         return self
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ from miles_like.algorithms.filters import make_filter
 from miles_like.algorithms.registry import make_algorithm, make_bounds
 from miles_like.algorithms.truncation import make_overlong
 from miles_like.batch.packer import Packer
+from miles_like.cluster.rollout_servers import RayServers
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.config.load import store_config
 from miles_like.config.run import RunConfig
@@ -114,8 +115,7 @@ def train(
     with contextlib.ExitStack() as stopping:
         stopping.callback(teachers.stop)  # first, so also where the run's own servers cannot be started
         teachers.launch()
-        _announce(plan.config.rollout.engine, say)
-        servers = launcher.servers(rollout, resumed.state.weight_version if resumed else 0)
+        servers = _servers(launcher, rollout, resumed, say)
         stopping.callback(servers.stop)
         with servers.naming_failures(), teachers.naming_failures():
             if plan.config.takes_turns:  # before the trainer is built, which needs the memory
@@ -163,10 +163,13 @@ def _teachers(rollout: RolloutSide, launcher: Launcher, console: Console) -> Run
     )
 
 
-def _announce(engine: str, say: Callable[[str], None]) -> None:
-    """Report that servers without authentication are about to listen."""
-    if engine == "vllm":
+def _servers(
+    launcher: Launcher, rollout: RolloutSide, resumed: Resumed | None, say: Callable[[str], None]
+) -> RayServers:
+    """Begins to start the rollout servers. Those without authentication are reported before they listen."""
+    if rollout.plan.config.rollout.engine == "vllm":
         say(OPEN)
+    return launcher.servers(rollout, resumed.state.weight_version if resumed else 0)
 
 
 def _say(console: Console, text: str) -> None:

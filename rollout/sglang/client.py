@@ -358,8 +358,6 @@ class SGLangClient(ServerClient):
             raise RolloutError(f"server {self.url} sent samples that cannot be used: {e}") from e
 
     async def score(self, sequences: Sequence[Tensor]) -> list[tuple[Tensor, RoutingTrace | None]]:
-        """For each sequence [S] of tokens: log p of tokens 1..S-1 as [S-1] fp32, under the current weights and at
-        temperature 1, and the routes [S-1, L, K]. Samples nothing. Raises RolloutError."""
         request = self._scoring(sequences)
         body = await self._generated(request)
         try:
@@ -380,8 +378,6 @@ class SGLangClient(ServerClient):
         )
 
     async def score_after(self, sequences: Sequence[Tensor], start: int, *, top: int = 0) -> list[PromptScores]:
-        """For each sequence [S] of tokens: log p of tokens start+1..S-1 under the current weights and at temperature 1,
-        and of the `top` likeliest tokens at each of these positions. Samples nothing. Raises RolloutError."""
         request = GenerateRequest(
             input_ids=tuple(tuple(t.tolist()) for t in sequences),
             sampling=(SamplingParams(max_new_tokens=0),) * len(sequences),
@@ -438,9 +434,7 @@ class SGLangClient(ServerClient):
         await self._call("POST", endpoints.CONTINUE, {})
 
     async def flush_cache(self) -> None:
-        """Clear the KV cache. Raises RolloutError while requests are running or paused in place.
-
-        After its last reply a stock server runs one more step, whose batch it had already started: the request waits
+        """After its last reply a stock server runs one more step, whose batch it had already started: the request waits
         for it.
         """
         await self._send("POST", f"{endpoints.FLUSH_CACHE}?timeout={_FLUSH_S:g}")
@@ -491,7 +485,6 @@ class SGLangClient(ServerClient):
             raise RolloutError(f"server {self.url}: {e}") from None
 
     async def checksum(self) -> ChecksumReply:
-        """Hashes of the weights. Raises RuntimeError, without a request, while their memory is released."""
         self.occupation.require_parts("hash its weights", [MemoryTag.WEIGHTS])
         body = await self._call("POST", endpoints.CHECKSUM, ChecksumRequest().to_json())
         return ChecksumReply.from_json(body, endpoints.CHECKSUM)

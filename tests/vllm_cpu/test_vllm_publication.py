@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams
-from rollout.publish.publisher import ServerSet
+from rollout.publish.servers import ServerSet
 from rollout.publish.vllm_reload import reload_weights
 from rollout.sglang.client import RolloutError
 from rollout.vllm.client import VLLMClient
@@ -130,7 +130,7 @@ def test_a_file_that_ends_early_is_named_and_the_next_directory_serves(dense: Se
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     servers = ServerSet([dense.url], 300)
     with refuses(RolloutError, dense.url, "/collective_rpc", 500, unrecorded="ports differ"):
-        reload_weights(servers, file.parent, 13, mode=PauseMode.RETRACT, verify=True)
+        reload_weights(servers, file.parent, 13, mode=PauseMode.RETRACT, verify=True, reached=lambda stage: None)
     servers.close()
     assert httpx.get(dense.url + "/is_paused", trust_env=False).json() == {"is_paused": True}
     assert publish_checked(dense, tmp_path, dense.first, dense.references[0], 14)[0] < CLOSE

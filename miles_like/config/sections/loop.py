@@ -1,4 +1,4 @@
-"""Settings of the loop: the buffer between rollout and training, and checkpoints. Torch-free."""
+"""Settings of the loop: the buffer between rollout and training, the critic, and checkpoints. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from pydantic import Field
 
 from miles_like.config.sections.metric_direction import better
 from miles_like.section import Section
+
+
+class CriticConfig(Section):
+    """The value model of algorithm.advantage = "ppo"."""
+
+    lr: float | None = Field(None, gt=0)  # None: optimizer.lr
 
 
 class BufferConfig(Section):

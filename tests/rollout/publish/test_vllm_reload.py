@@ -38,6 +38,7 @@ def test_the_order_of_requests(mode: str, tmp_path: Path) -> None:
     load = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "version_3")}}
     for server in (a, b):
         assert server.calls == [
+            ("/weight_info", None),
             (pause, {}),
             ("/collective_rpc", load),
             ("/reset_prefix_cache", {}),
