@@ -72,7 +72,7 @@ def publish_checked(
         )
         try:
             await checks.before_publication()
-            return (await checks.published(version, await publish(version)))["mismatch/known_answer"]
+            return (await checks.published(version, await publish(version)))[1]["mismatch/known_answer"]
         finally:
             await client.close()
 

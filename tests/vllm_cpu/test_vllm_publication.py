@@ -8,6 +8,7 @@ covered: GPUs; experts, which vLLM loads wrongly here (test_vllm_generation.py);
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ SHORT = [
     Prompt(id=f"p{i}", token_ids=tuple(torch.randint(2, 128, (9,), generator=G).tolist()), answer="") for i in range(4)
 ]
 PARAMS = SamplingParams(max_new_tokens=24, sampling_seed=7)
+NUMBERS = itertools.count(1)  # of versions: an earlier one than a server has is refused
 
 
 def ask(served: Served, call: Callable[[VLLMClient], Awaitable[T]]) -> T:
@@ -67,18 +69,20 @@ def test_new_weights_serve_new_requests_and_old_ones_come_back_bit_for_bit(dense
     """Also where the prompt's keys and values were cached under the old weights."""
     old, new = dense.references
     pub, prompts = publisher(dense, tmp_path), [*SHORT, LONG]
+    pub.publish(stream(dense.first), version=next(NUMBERS))
     before = sampled(dense, prompts)
     assert max(float(apart(old, s).max()) for g in before for s in g.samples) < CLOSE
-    report = pub.publish(stream(dense.second), version=4)
-    assert report.version == 4 and report.bytes == sum(t.nbytes for t in dense.second.values())
+    second, third = next(NUMBERS), next(NUMBERS)
+    report = pub.publish(stream(dense.second), version=second)
+    assert report.version == second and report.bytes == sum(t.nbytes for t in dense.second.values())
     assert 0 < report.pause_seconds <= report.seconds and report.checksums
     after = sampled(dense, prompts)
     for group in after:
         for s in group.samples:
             assert float(apart(new, s).max()) < CLOSE < FAR < float(apart(old, s).max())
-            assert [(v.version, v.start, v.end) for v in s.versions] == [(4, 0, s.response_len)]
-    again = pub.publish(stream(dense.first), version=5)
-    assert [p.name for p in tmp_path.iterdir()] == ["version_5"] and again.checksums != report.checksums
+            assert [(v.version, v.start, v.end) for v in s.versions] == [(second, 0, s.response_len)]
+    again = pub.publish(stream(dense.first), version=third)
+    assert [p.name for p in tmp_path.iterdir()] == [f"version_{third}"] and again.checksums != report.checksums
     back = sampled(dense, prompts)
     assert tokens(back) == tokens(before)
     for a, b in zip(back, before, strict=True):
@@ -90,22 +94,23 @@ def test_a_sample_that_runs_over_a_publication_knows_which_tokens_are_of_which_w
     dense: Served, tmp_path: Path, pause_mode: str
 ) -> None:
     old, new = dense.references
+    before, after = next(NUMBERS), next(NUMBERS)
     params = SamplingParams(max_new_tokens=200, sampling_seed=5)
 
     async def run(client: VLLMClient) -> Sample:
         asked = asyncio.create_task(client.generate(SHORT[:1], n=1, params=params))
         await dense.sampled(12)
-        await asyncio.to_thread(publisher(dense, tmp_path, pause_mode).publish, stream(dense.second), version=7)
+        await asyncio.to_thread(publisher(dense, tmp_path, pause_mode).publish, stream(dense.second), version=after)
         (group,) = await asked
         (sample,) = group.samples
         if sample.finish is Finish.ABORT:
             sample = await client.continue_sample(sample, params=PARAMS)
         return sample
 
-    publisher(dense, tmp_path / "first").publish(stream(dense.first), version=6)
+    publisher(dense, tmp_path / "first").publish(stream(dense.first), version=before)
     sample = ask(dense, run)
     first, second = sample.versions
-    assert (first.version, second.version, first.end) == (6, 7, second.start) and 5 < first.end < 200
+    assert (first.version, second.version, first.end) == (before, after, second.start) and 5 < first.end < 200
     assert float(apart(old, sample)[: first.end].max()) < CLOSE
     assert float(apart(new, sample)[first.end :].max()) < CLOSE, "keys and values are computed again"
     assert float(apart(new, sample)[: first.end].max()) > FAR
@@ -114,39 +119,43 @@ def test_a_sample_that_runs_over_a_publication_knows_which_tokens_are_of_which_w
 def test_a_tensor_that_is_not_there_is_found_by_the_scored_text(dense: Served, tmp_path: Path) -> None:
     """vLLM answers 200 and keeps the old one. Then all tensors arrive."""
     new = dense.references[1]
-    publisher(dense, tmp_path).publish(stream(dense.first), version=7)
+    publisher(dense, tmp_path).publish(stream(dense.first), version=next(NUMBERS))
     lacking = {n: t for n, t in dense.second.items() if not n.endswith("layers.1.mlp.down_proj.weight")}
-    with refuses(RuntimeError, "version 8", dense.url, unrecorded="ports and gaps differ"):
-        publish_checked(dense, tmp_path, lacking, new, 8)
-    assert publish_checked(dense, tmp_path, dense.second, new, 9)[0] < CLOSE
+    number = next(NUMBERS)
+    with refuses(RuntimeError, f"version {number}", dense.url, unrecorded="ports and gaps differ"):
+        publish_checked(dense, tmp_path, lacking, new, number)
+    assert publish_checked(dense, tmp_path, dense.second, new, next(NUMBERS))[0] < CLOSE
 
 
 def test_a_file_that_ends_early_is_named_and_the_next_directory_serves(dense: Served, tmp_path: Path) -> None:
     """The server stays paused meanwhile, so that no sample comes from part of the weights."""
     home = tmp_path / "short"
     pub = publisher(dense, home)
-    pub.publish(stream(dense.second), version=12)
-    (file,) = (home / "version_12").glob("*.safetensors")
+    number = next(NUMBERS)
+    pub.publish(stream(dense.second), version=number)
+    (file,) = (home / f"version_{number}").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     servers = ServerSet([dense.url], 300)
     with refuses(RolloutError, dense.url, "/collective_rpc", 500, unrecorded="ports differ"):
-        reload_weights(servers, file.parent, 13, mode=PauseMode.RETRACT, verify=True, reached=lambda stage: None)
+        reload_weights(
+            servers, file.parent, next(NUMBERS), mode=PauseMode.RETRACT, verify=True, reached=lambda stage: None
+        )
     servers.close()
     assert httpx.get(dense.url + "/is_paused", trust_env=False).json() == {"is_paused": True}
-    assert publish_checked(dense, tmp_path, dense.first, dense.references[0], 14)[0] < CLOSE
+    assert publish_checked(dense, tmp_path, dense.first, dense.references[0], next(NUMBERS))[0] < CLOSE
 
 
 def test_the_scored_text_passes_a_publication_that_arrived(dense: Served, tmp_path: Path) -> None:
     """Also a second one of other weights; that it refuses weights that did not, test_vllm_generation.py shows."""
-    for version, (tensors, model) in enumerate(zip((dense.second, dense.first), dense.references[::-1], strict=True)):
-        gap, printed = publish_checked(dense, tmp_path, tensors, model, 20 + version)
+    for tensors, model in zip((dense.second, dense.first), dense.references[::-1], strict=True):
+        gap, printed = publish_checked(dense, tmp_path, tensors, model, next(NUMBERS))
         assert gap < CLOSE and not printed
 
 
 def test_hashes_change_with_the_weights_and_with_nothing_else(dense: Served, tmp_path: Path) -> None:
     pub = publisher(dense, tmp_path)
-    a = pub.publish(stream(dense.first), version=10).checksums
+    a = pub.publish(stream(dense.first), version=next(NUMBERS)).checksums
     sampled(dense, SHORT)
     held: Any = ask(dense, lambda c: c.checksum())
     assert held.per_rank == a
-    assert pub.publish(stream(dense.second), version=11).checksums != a
+    assert pub.publish(stream(dense.second), version=next(NUMBERS)).checksums != a
