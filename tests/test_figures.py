@@ -24,6 +24,7 @@ FROM_ELSEWHERE = {  # their blocks are on other pages
     "algorithms.py",
     "staleness_study.py",
     "alignment.py",
+    "gap_by_context.py",
     "demo.py",
     "plan_figures.py",
     "gpu_rates.py",
