@@ -26,7 +26,6 @@ SETTINGS = (
     *("parallel.dp=1", "parallel.ep=1", "rollout.max_new_tokens=16", "rollout.start_timeout_s=600"),
     *("mismatch.check_prompts=0", "eval.every=0", "eval.max_prompts=2", "distillation.mode=alone"),
     *("train.groups_per_step=6", "train.samples_per_group=2", "rollout.prompts_per_request=1"),
-    f"rollout.sglang.python={INTERPRETER}",
 )
 
 
@@ -42,7 +41,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def distilled(miles_like: Run, home: Path, teacher: Path, engine: str, *more: str, script: Any = "") -> tuple[Any, Any]:
     """(the command, the rows of its steps)."""
-    of = f"distillation.teachers.big={{path='{teacher}',engine='{engine}'}}"
+    flags = f",sglang={{python='{INTERPRETER}'}}" if engine == "sglang" else ""
+    of = f"distillation.teachers.big={{path='{teacher}',engine='{engine}'{flags}}}"
     words = [
         "train",
         ROOT / "configs" / CONFIGS["deepseek"],
