@@ -107,7 +107,7 @@ def prompts(plan: ModelPlan, tokens: int, count: int) -> list[Prompt]:
     out = []
     for i in range(count):
         numbers = torch.randint(10, 100, (tokens // 3 + 1,), generator=torch.Generator().manual_seed(i)).tolist()
-        ids = plan.tokenizer.encode("+".join(map(str, numbers))[: tokens - 1] + "=")
+        ids = plan.tokenizer.encode("+".join(map(str, numbers))[: tokens - 1] + "=", add_special_tokens=False)
         out.append(Prompt(id=f"p{i}", token_ids=tuple(ids[:tokens]), answer="0"))
     return out
 
