@@ -41,6 +41,7 @@ from miles_like.run.train import run_algorithm
 from miles_like.stopping import run_to_end
 from miles_like.types import Prompt
 from miles_like.verify.report import Report
+from rollout.sglang.client import SGLangClient
 from rollout.sglang.layer_states import HOOKS, forward_hooks
 from rollout.sglang.ports import free_port
 from rollout.sglang.servers import ServerEnvironment, start
@@ -162,6 +163,7 @@ class Study:
         self, shape: str, contexts: Sequence[int], ranks: int, rollout: RolloutSide, trainer: RayTrainer, url: str
     ) -> None:
         client = rollout.client(url, ours=False)
+        assert isinstance(client, SGLangClient)
         try:
             for context in contexts:
                 asked = prompts(rollout.plan, context - NEW, min(self.count, MOST // context))

@@ -68,7 +68,7 @@ class Publications:
 
     def made(self, urls: Sequence[str], **more: Any) -> TensorPublisher | DiskPublisher:
         """A publisher to `urls`."""
-        config = PublishConfig(path=self.path, bucket_bytes=20_000, parts_timeout_s=0.3)
+        config = PublishConfig(path=self.path, bucket_bytes=20_000, hold_bytes=1, parts_timeout_s=0.3)
         target = PublishTarget(
             urls=tuple(urls),
             kind="embedded",
@@ -82,7 +82,7 @@ class Publications:
             hf = HFCheckpoint(self.hf).config
             shared = SharedDirectory(path=self.where / "published", hf_config=hf, copy_from=self.hf)
             return DiskPublisher(target, shared)
-        return TensorPublisher(target, send=True, hold_bytes=1)
+        return TensorPublisher(target, send=True)
 
     def fault(self, name: str) -> None:
         """What the second server does in the middle of the next publication."""
