@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 from miles_like.types import NamedTensor, PublishReport, ServerFault
 from quant.stream import quantize_stream
-from rollout.publish.buckets import cut, gathered
+from rollout.publish.buckets import HostBytes, cut, gathered
 from rollout.publish.group import GroupTransport
-from rollout.publish.host_bytes import HostBytes
 from rollout.publish.publication import PublishTarget, RankChecksums, Sent, publish_stream
 from rollout.publish.sent_tensors import SentTensors
 from rollout.publish.servers import OLD_SERVED, ServerSet, Stage, check_versions, serve_again, servers_of, states_of
