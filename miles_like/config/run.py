@@ -19,6 +19,7 @@ from megatron_bridge.config import (
 from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
 from miles_like.config.sections.alignment import AlignmentConfig, check_sides, with_deterministic_servers
 from miles_like.config.sections.cluster import ClusterConfig, PoolName, server_places
+from miles_like.config.sections.convert import ConvertConfig
 from miles_like.config.sections.distillation import DistillationConfig, LaunchedServer
 from miles_like.config.sections.eval import EvalConfig, EvalSet, SetConfig, check_measured
 from miles_like.config.sections.loop import BufferConfig, CheckpointConfig, CriticConfig
@@ -114,14 +115,6 @@ class MismatchConfig(Section):
                 "mismatch.logprob_abs_diff_max or mismatch.extreme_frac_max, or remove it"
             )
         return self
-
-
-class ConvertConfig(Section):
-    """Conversion of the checkpoint to Megatron shards."""
-
-    fuse: bool = False  # dequantize during conversion, without a BF16 directory
-    memory_limit_gib: float = Field(4.0, gt=0)  # resident memory of all processes on one node
-    workers: int = Field(1, ge=1)  # processes on each node
 
 
 class RunConfig(Section):

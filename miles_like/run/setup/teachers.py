@@ -18,7 +18,8 @@ from miles_like.cluster.environment import driver_secrets
 from miles_like.cluster.placement import Slot, plan_placement
 from miles_like.cluster.rollout_servers import RayServers
 from miles_like.cluster.run_nodes import RunNodes
-from miles_like.config.run import ConvertConfig, ModelConfig, RunConfig
+from miles_like.config.run import ModelConfig, RunConfig
+from miles_like.config.sections.convert import ConvertConfig
 from miles_like.config.sections.distillation import (
     MadeServer,
     PromptedPolicy,

@@ -32,7 +32,8 @@ from megatron_bridge.convert.to_megatron import Conversion, plan_conversion
 from megatron_bridge.convert.units import HashedFile
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.layout import check_layout
-from miles_like.config.run import ConvertConfig, ModelConfig
+from miles_like.config.run import ModelConfig
+from miles_like.config.sections.convert import ConvertConfig
 from miles_like.pipeline.fetch import fetch, visible_files
 from miles_like.storage.verified_copy import Copy, LocalSource, StageFiles
 from quant.hf_config import spec_from_hf
