@@ -185,7 +185,8 @@ def _bind_error(e: Exception, port: int) -> str:
 def serve(args: argparse.Namespace, key: ServerKey | None = None) -> None:
     """Blocks until the server is stopped. key: required of requests. Raises ValueError when the server cannot start,
     and for an address beyond loopback without a key, and RankLost when one of its ranks has ended."""
-    slices_of(opened(Path(args.model_path)), tp_size=args.tp_size, ep_size=args.ep_size)
+    if args.tp_size > 1 or args.ep_size > 1:
+        slices_of(opened(Path(args.model_path)), tp_size=args.tp_size, ep_size=args.ep_size)
     crew = Crew(args.tp_size, threads=args.threads, limit_s=args.rank_timeout)  # forks: before anything is opened
     try:
         with _listener(args.host, args.port) as listener:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import textwrap
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +30,7 @@ from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConf
 from miles_like.types import REFERENCE, Aggregation, LossInputs
 from tests.support.made_samples import group, rewarded, sample
 
+TESTS = Path(__file__).parents[2]
 LENGTHS = [5, 1, 9, 4, 2, 12]
 PROMPTS = np.array([0, 0, 0, 1, 1, 1])
 LONGEST = 12
@@ -38,8 +41,10 @@ NAMES = ("new", "old", "ref", "entropy")
 @functools.cache
 def trl() -> SimpleNamespace:
     """Imported by the worker that runs these tests: every worker collects them, and an import takes 2 s."""
-    from trl import GRPOTrainer, RLOOTrainer
-    from trl.trainer.utils import nanstd
+    with pytest.MonkeyPatch.context() as patch:  # tests/rollout, on the path of tests, has a folder named vllm
+        patch.setattr(sys, "path", [p for p in sys.path if not p.startswith(str(TESTS))])
+        from trl import GRPOTrainer, RLOOTrainer
+        from trl.trainer.utils import nanstd
 
     return SimpleNamespace(GRPOTrainer=GRPOTrainer, RLOOTrainer=RLOOTrainer, nanstd=nanstd)
 

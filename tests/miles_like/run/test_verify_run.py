@@ -38,7 +38,7 @@ def job(engine: str = "sglang", *, experts: bool = True) -> Any:
 
 def side() -> Any:
     """As RolloutSide."""
-    return SimpleNamespace(plan=job(), client=lambda url, ours, key: SGLangClient(url, routing=None, key=key))
+    return SimpleNamespace(plan=job(), sglang_client=lambda url, ours, key: SGLangClient(url, routing=None, key=key))
 
 
 def test_a_server_of_the_job_is_taken() -> None:

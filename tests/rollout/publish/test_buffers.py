@@ -49,8 +49,8 @@ def foreign() -> Iterator[set[str]]:
     assert not set(ours()) - before, "segments are left"
 
 
-def weights(count: int = 24) -> list[NamedTensor]:
-    g = torch.Generator().manual_seed(0)
+def weights(count: int = 24, seed: int = 0) -> list[NamedTensor]:
+    g = torch.Generator().manual_seed(seed)
     return [
         NamedTensor(f"model.layers.{i}.mlp.{name}_proj.weight", torch.randn(96, 96, generator=g).bfloat16())
         for i in range(count)
@@ -100,7 +100,7 @@ def test_a_segment_that_a_reader_has_removed_is_made_again(foreign: set[str]) ->
         publisher.publish(weights(), version=1)
         first = sorted(set(ours()) - foreign)
         (DIRECTORY / first[0]).unlink()
-        publisher.publish(weights(), version=2)
+        publisher.publish(weights(seed=1), version=2)
         assert server.version == "2" and len(set(ours()) - foreign - set(first)) == 1
 
 

@@ -143,7 +143,7 @@ def test_a_further_turn_is_fed_its_new_tokens_only(path: Path) -> None:
         s, fed = service(path, **how), []
         s.engine.set_version("0")
         forward = s.engine.model.forward
-        s.engine.model.forward = lambda b, cache: (fed.append(len(b.tokens)), forward(b, cache))[1]  # type: ignore
+        s.engine.model.forward = lambda b, cache, states: (fed.append(len(b.tokens)), forward(b, cache))[1]  # type: ignore
         with served(s) as address:
             return ask(address, run), [n for n in fed if n > 2]  # the rest decodes
 

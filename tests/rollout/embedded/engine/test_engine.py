@@ -89,7 +89,7 @@ def feeds(engine: Engine) -> list[int]:
     """Fills with the number of tokens of each forward pass."""
     fed: list[int] = []
     forward = engine.model.forward
-    engine.model.forward = lambda batch, cache: (fed.append(len(batch.tokens)), forward(batch, cache))[1]  # type: ignore
+    engine.model.forward = lambda b, cache, states: (fed.append(len(b.tokens)), forward(b, cache))[1]  # type: ignore
     return fed
 
 

@@ -80,7 +80,7 @@ def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
     forward = type(engine.model).forward
 
-    def run_and_count(model, batch, cache):  # type: ignore[no-untyped-def]
+    def run_and_count(model, batch, cache, states):  # type: ignore[no-untyped-def]
         rows.append(len(batch.tokens))
         return forward(model, batch, cache)
 

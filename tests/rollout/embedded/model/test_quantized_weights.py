@@ -325,8 +325,8 @@ def test_every_format_is_published_by_tensor_and_by_disk(name: str, tmp_path: Pa
                 SharedDirectory(path=tmp_path, hf_config=config_of(None), copy_from=path),
             ),
         )
-        for seed, publisher, held in zip((1, 0), publishers, want, strict=True):
-            publisher.publish((NamedTensor(n, t) for n, t in _plain[seed].items()), version=seed)
+        for version, seed, publisher, held in zip((1, 2), (1, 0), publishers, want, strict=True):
+            publisher.publish((NamedTensor(n, t) for n, t in _plain[seed].items()), version=version)
             assert http.get("/weights_checker").json()["ranks"][0]["checksums"] == held
             body = {"input_ids": [4, 50, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
             assert len(http.post("/generate", json=body).json()["output_ids"]) == 3
