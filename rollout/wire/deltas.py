@@ -19,6 +19,7 @@ taken for a model.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
 from collections.abc import Mapping
@@ -94,7 +95,9 @@ class Encoded(NamedTuple):
 
 def content_hash(tensor: Tensor) -> bytes:
     """16 bytes: XXH3 of a CPU tensor's bytes."""
-    return xxhash.xxh3_128_digest(_bytes(tensor))
+    t = tensor.detach().contiguous()
+    # not through an array: memory that one refers to, a parameter's, could never be resized again
+    return xxhash.xxh3_128_digest((ctypes.c_char * t.nbytes).from_address(t.data_ptr()) if t.nbytes else b"")
 
 
 def encode_delta(old: Tensor | None, old_hash: bytes, new: Tensor, new_hash: bytes) -> Encoded:

@@ -29,7 +29,7 @@ from rollout.embedded.engine.requests import PromptSpec
 from routing_replay.trace import RoutingTrace
 from tests.support import exactly, toy
 from tests.support.chosen import chosen, later
-from tests.support.doctor import _Ranks
+from tests.support.doctor import Ranks
 from tests.support.spawn import run_ranks
 
 LAYERS = 61
@@ -92,7 +92,7 @@ def _one_rank(rank: int, world: int, port: int, where: Path, cases: tuple[str, .
     with toy.trainer(toy.config(path, dtype="bfloat16", precision={"format": "bf16"}), rank, world, port) as t:
         toy.scramble(t)
         pair = exactly.Pair(t, where / "served", dtype=torch.float32)
-        ranks: Any = _Ranks(t)
+        ranks: Any = Ranks(t)
         packer = Packer(dp_size=1, max_tokens=4096, replayed=False)
         trainer = LiveTrainer(trainer=ranks, packer=packer, shape=exactly.shape_of(t))
         answer, servers = KnownAnswer(trainer=trainer, text=TEXT, kl_max=kl_max), [Server(pair)]

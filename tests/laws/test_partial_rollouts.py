@@ -193,8 +193,8 @@ class World:
         async def figures(version: int) -> dict[str, float]:
             return {}
 
-        async def checked(step: int, report: PublishReport) -> dict[str, float]:
-            return {}
+        async def checked(step: int, report: PublishReport) -> tuple[PublishReport, dict[str, float]]:
+            return report, {}
 
         async def snapshot(step: int, whole: bool) -> Snapshot:
             return Snapshot()

@@ -22,8 +22,8 @@ def test_two_ranks_write_what_one_sends(tmp_path: Path) -> None:
         for path, name in (("tensor", "sent"), ("distributed", "broadcast"), ("disk", "written")):
             settings = (*SETTINGS, f"publish.path={path}")
             assert runs.run(tmp_path / name, settings) == 0, tail(tmp_path / name / "driver.log")
-    assert untimed(tmp_path / "broadcast" / "metrics.jsonl") == untimed(tmp_path / "sent" / "metrics.jsonl")
-    assert untimed(tmp_path / "written" / "metrics.jsonl") == untimed(tmp_path / "sent" / "metrics.jsonl")
+    sent, broadcast, written = (untimed(tmp_path / name / "metrics.jsonl") for name in ("sent", "broadcast", "written"))
+    assert sent == broadcast == written
     assert [p.name for p in (tmp_path / "written" / "published").iterdir()] == ["version_2"]
     (index,) = (tmp_path / "written" / "published" / "version_2").glob("*.index.json")
     assert "model-00002-of-00002.safetensors" in index.read_text(), "two ranks wrote it"

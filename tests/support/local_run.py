@@ -223,10 +223,12 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def untimed(metrics: Path, *more: str) -> bytes:
-    """metrics.jsonl without its timings, and without the metrics that begin with `more`."""
+    """metrics.jsonl without its timings, without the bytes that were sent, which depend on what servers hold already, and
+    without the metrics that begin with `more`."""
     from miles_like.report.metrics import TIMINGS
 
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return "".join(
-        json.dumps({k: v for k, v in row.items() if not k.startswith((*TIMINGS, *more))}) + "\n" for row in rows
+        json.dumps({k: v for k, v in row.items() if not k.startswith((*TIMINGS, "sync/bytes", *more))}) + "\n"
+        for row in rows
     ).encode()

@@ -189,10 +189,10 @@ def test_a_failure_whose_clock_cannot_be_asked_is_the_last(monkeypatch: pytest.M
     servers._names = ["part 0", "part 1"]
     servers._actors = [SimpleNamespace(clock=SimpleNamespace(remote=lambda ref=ref: ref)) for ref in ("lost", "here")]
     for failed_at in (-1e9, 1e9):
-        looks = [
-            Progress("url", "up", failure="of the lost node", failed_at=failed_at),
-            Progress("url", "up", failure="of the other", failed_at=time.monotonic()),
-        ]
+        looks = {
+            0: Progress("url", "up", failure="of the lost node", failed_at=failed_at),
+            1: Progress("url", "up", failure="of the other", failed_at=time.monotonic()),
+        }
         assert servers._first_failure(looks) == "of the other"
 
 
