@@ -223,8 +223,8 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def untimed(metrics: Path, *more: str) -> bytes:
-    """metrics.jsonl without its timings, without the bytes that were sent, which depend on what servers hold already, and
-    without the metrics that begin with `more`."""
+    """metrics.jsonl without its timings, without the bytes that were sent, which depend on what servers hold already,
+    and without the metrics that begin with `more`."""
     from miles_like.report.metrics import TIMINGS
 
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
