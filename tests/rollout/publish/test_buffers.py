@@ -32,6 +32,8 @@ from rollout.wire import endpoints
 from tests.support.fakes import FakeServer, wait_until
 from tests.support.refusals import refuses
 
+pytestmark = pytest.mark.slow  # its servers and encodings take half a minute of `make check`
+
 BUCKET = 40_000
 SPEC = QuantSpec(format=QuantFormat.FP8, block=(16, 16))
 

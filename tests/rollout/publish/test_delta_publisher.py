@@ -40,6 +40,8 @@ from rollout.wire.control import UpdateFromDisk
 from tests.support.embedded_fixtures import oracle, run, save, served, service, spec
 from tests.support.refusals import refuses
 
+pytestmark = pytest.mark.slow  # its servers and encodings take half a minute of `make check`
+
 Tensors = dict[str, torch.Tensor]
 FORMATS = {
     "bf16": None,
