@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -38,13 +39,23 @@ BUCKET = 40_000
 SPEC = QuantSpec(format=QuantFormat.FP8, block=(16, 16))
 
 
+_made = set[str]()  # names of the segments of this process: other tests make some at the same time
+
+
 def ours() -> dict[str, int]:
-    """Segments of this project on this machine: name -> bytes. Those of another process are not there yet or stay."""
-    return {p.name: p.stat().st_size for p in DIRECTORY.glob("miles-like-*")}
+    """The segments of this process that are there: name -> bytes."""
+    return {p.name: p.stat().st_size for p in DIRECTORY.glob("miles-like-*") if p.name in _made}
 
 
 @pytest.fixture(autouse=True)
-def foreign() -> Iterator[set[str]]:
+def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    create = Segment._create
+
+    def noted(self: Segment, size: int) -> mmap.mmap:
+        _made.add(self.name[1:])
+        return create(self, size)
+
+    monkeypatch.setattr(Segment, "_create", noted)
     before = set(ours())
     yield before
     gc.collect()  # an error that was raised refers to its publisher
