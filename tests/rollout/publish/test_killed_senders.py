@@ -30,8 +30,10 @@ MODEL = Published("qwen", "bf16")
 PATHS: tuple[Literal["tensor", "distributed"], ...] = ("tensor", "distributed")
 
 
-def segments() -> set[str]:
-    return {p.name for p in DIRECTORY.glob("miles-like-*")}
+def segments(pid: int) -> set[Path]:
+    """Those that a process has mapped; other tests make some at the same time."""
+    paths = (line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return {Path(path) for path in paths if path.startswith(f"{DIRECTORY}/miles-like-")}
 
 
 def publish_until(reached: Path, url: str, path: Literal["tensor", "distributed"], version: int) -> None:
@@ -60,17 +62,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def test_a_killed_sender_leaves_nothing(
     path: Literal["tensor", "distributed"], server: ServerProcess, tmp_path: Path
 ) -> None:
-    before, reached = segments(), tmp_path / "reached"
+    reached = tmp_path / "reached"
     version = 10 * (1 + PATHS.index(path))
     arguments = (reached, server.url, path, version)
     sender = warm_context().Process(target=publish_until, args=arguments, daemon=True)
     sender.start()
     assert wait_until(reached.exists, 240)
-    assert bool(segments() - before) == (path == "tensor")
     assert sender.pid is not None
+    held = segments(sender.pid)
+    assert bool(held) == (path == "tensor")
     os.kill(sender.pid, signal.SIGKILL)
     sender.join(30)
-    assert wait_until(lambda: not segments() - before, 60)
+    assert wait_until(lambda: not any(path.exists() for path in held), 60)
     handles = "memory" if path == "tensor" else None
     target = MODEL.target([server.url], path, handles=handles)
     report = TensorPublisher(target, send=True).publish(MODEL.weights(2), version=version + 1)
