@@ -15,6 +15,7 @@ from quant.hf_config import quantized_config
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
 from rollout.config import PublishConfig
+from rollout.publish.buffers import DIRECTORY
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.wire.checksum import tensor_checksum
@@ -86,3 +87,9 @@ class Published:
 
 def with_buckets_of(target: PublishTarget, nbytes: int) -> PublishTarget:
     return replace(target, config=target.config.model_copy(update={"bucket_bytes": nbytes}))
+
+
+def mapped_segments(pid: int) -> set[Path]:
+    """Segments of weights that a process has mapped; other tests make some at the same time."""
+    paths = (line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return {Path(path) for path in paths if path.startswith(f"{DIRECTORY}/miles-like-")}

@@ -18,22 +18,15 @@ import httpx
 import pytest
 
 from miles_like.types import NamedTensor
-from rollout.publish.buffers import DIRECTORY
 from rollout.publish.publisher import TensorPublisher
 from rollout.wire import endpoints
 from tests.support.embedded_processes import ServerProcess, server_processes
 from tests.support.fakes import wait_until
-from tests.support.published import Published
+from tests.support.published import Published, mapped_segments
 from tests.support.spawn import warm_context
 
 MODEL = Published("qwen", "bf16")
 PATHS: tuple[Literal["tensor", "distributed"], ...] = ("tensor", "distributed")
-
-
-def segments(pid: int) -> set[Path]:
-    """Those that a process has mapped; other tests make some at the same time."""
-    paths = (line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
-    return {Path(path) for path in paths if path.startswith(f"{DIRECTORY}/miles-like-")}
 
 
 def publish_until(reached: Path, url: str, path: Literal["tensor", "distributed"], version: int) -> None:
@@ -69,7 +62,7 @@ def test_a_killed_sender_leaves_nothing(
     sender.start()
     assert wait_until(reached.exists, 240)
     assert sender.pid is not None
-    held = segments(sender.pid)
+    held = mapped_segments(sender.pid)
     assert bool(held) == (path == "tensor")
     os.kill(sender.pid, signal.SIGKILL)
     sender.join(30)
