@@ -49,6 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield at
 
 
+@pytest.mark.long(beside="tests/rollout/embedded/server/test_hostile_requests.py")
 def test_hostile_requests_beside_a_legitimate_client(server: Served, tmp_path: Path) -> None:
     client, make = Client(server.url), Maker(server.path, tmp_path / "bad")
     client.some(8)

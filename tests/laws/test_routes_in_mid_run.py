@@ -288,6 +288,7 @@ def test_both_sides_are_compared_again_every_n_steps_and_after_every_resume(runs
     assert _steps(tmp_path) == [1]
 
 
+@pytest.mark.long(beside="tests/laws/test_replaced_servers.py")
 def test_a_publication_that_went_wrong_is_repeated_once(runs: Runs, tmp_path: Path) -> None:
     """Two projections of one layer have other values, which are sent as they are, so that all checksums agree. Sent
     whole at the second try, they leave the run that they never entered; wrong again, the run ends before it samples."""

@@ -240,6 +240,7 @@ def _large(rank: int, world: int, port: int, hf: str) -> Found:
     return out
 
 
+@pytest.mark.long(beside="tests/laws/test_sleep.py")
 def test_a_large_rank_gives_its_memory_back_to_the_system(tmp_path: Path) -> None:
     """On CPU the device's memory is the process's, in which the host's copies lie too: what the process loses is what
     was freed, less the copies that were made for it."""

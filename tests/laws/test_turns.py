@@ -172,6 +172,7 @@ def test_a_run_killed_between_turns_resumes_to_the_same_bits(
     same(home, whole(runs, name, "turns"), steps)
 
 
+@LONG
 def test_free_runs_lose_no_sample_to_the_turns(runs: Runs) -> None:
     """Without lockstep samples are in flight when the turn changes: they keep their tokens, and continue under the next
     weights; which weights sampled them follows from the clock."""

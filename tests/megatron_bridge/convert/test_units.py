@@ -117,7 +117,9 @@ def _raises(kind: type[BaseException], *facts: object) -> Iterator[None]:
     assert not mine
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    "workers", [1, pytest.param(2, marks=pytest.mark.long(beside="tests/megatron_bridge/convert/test_units.py"))]
+)
 def test_a_failure_is_said_and_what_is_whole_is_kept(workers: int, tmp_path: Path) -> None:
     """A bad input leaves nothing; a full disk, a killed worker, a fault of ours leave the units that were whole."""
     out, partial = tmp_path / "out", tmp_path / "out.partial"
