@@ -16,11 +16,11 @@ from pathlib import Path
 
 from figures import ROOT, add_write, finish
 
-from miles_like.commands.step_time import Asked, searched
 from miles_like.config.load import load_config
 from miles_like.device_table import device
 from miles_like.planning.compose import IMBALANCE
 from miles_like.run import assemble
+from miles_like.run.step_time import Asked, searched
 
 GOAL_S = 60.0
 

@@ -37,8 +37,8 @@ from long_tail import SETTINGS, crafted_config
 from rich.console import Console
 from rich.table import Table
 
-from miles_like.commands.simulate import assumed_tree, loop_settings, read_assumptions
 from miles_like.config.load import dump_config, load_config
+from miles_like.run.simulation_inputs import assumed_tree, loop_settings, read_assumptions
 from miles_like.simulation.calibration import LAST, WARM, read_run
 from miles_like.simulation.measured import LoopFigures, Measured, measured_figures, simulated_like
 from rollout.server_key import VARIABLE, ServerKey

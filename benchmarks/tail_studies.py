@@ -26,8 +26,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from miles_like.commands.simulate import loop_settings, read_assumptions
 from miles_like.config.load import load_config
+from miles_like.run.simulation_inputs import loop_settings, read_assumptions
 from miles_like.simulation.figures import SimulationFigures, figures_of
 from miles_like.simulation.gantt import write_gantts
 from miles_like.simulation.inputs.lengths import DrawnAnswers, Purpose, stream

@@ -13,8 +13,6 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from miles_like.stopping import Stopped
-
 DRIVER_LOG = "driver.log"
 LOG_BYTES = 4 << 20  # a larger driver.log becomes driver.log.1, in place of an older one
 
@@ -29,12 +27,14 @@ def one_sentence(logs: Path | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except Stopped as e:
-        Console().print(f"stopped: {e}", markup=False, soft_wrap=True)
-        raise typer.Exit(e.status) from None
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
     except Exception as e:
+        from miles_like.stopping import Stopped  # of asyncio, which a command's help does without
+
+        if isinstance(e, Stopped):
+            Console().print(f"stopped: {e}", markup=False, soft_wrap=True)
+            raise typer.Exit(e.status) from None
         foreseen = is_foreseen(e)
         log = _write_traceback(logs, anywhere=not foreseen)
         console = Console(stderr=True, soft_wrap=True)

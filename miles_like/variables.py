@@ -127,3 +127,8 @@ def environment_of(python: str, environment: Mapping[str, str]) -> dict[str, str
     find this process's packages, and with its folder first in PATH, where its compilers look for `ninja`."""
     kept = {name: value for name, value in environment.items() if name not in INTERPRETER}
     return kept | {"PATH": os.pathsep.join([str(Path(python).parent), kept.get("PATH", os.defpath)])}
+
+
+def ray_address(given: str | None) -> str | None:
+    """The Ray cluster to join: `given`, else that of the variable RAY_ADDRESS; None: none."""
+    return given or os.environ.get("RAY_ADDRESS") or None

@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from miles_like.cli import pipeline
 from miles_like.commands.options import (
     CacheOption,
     DryRunOption,
@@ -24,7 +23,8 @@ from miles_like.commands.options import (
     RunDirOption,
     SetOption,
 )
-from miles_like.pipeline.stages import STAGES
+from miles_like.commands.train import train
+from miles_like.pipeline.stage_names import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,7 +44,7 @@ def main(
     force: ForceOption = False,
 ) -> None:
     """Run the five stages of one configuration."""
-    pipeline(
+    train(
         config,
         run_dir,
         stages=stages,

@@ -10,9 +10,7 @@ import typer
 
 from miles_like.command_errors import one_sentence
 from miles_like.commands.options import FORMATS
-from miles_like.pipeline import convert as conversions
-from miles_like.pipeline.convert import ConvertWork, cluster_nodes
-from miles_like.run import assemble
+from miles_like.commands.output import echo
 
 convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from one form to another.")
 MemoryOption = Annotated[
@@ -36,9 +34,13 @@ def to_megatron(
 ) -> None:
     """Convert a BF16 or quantized Hugging Face directory to Megatron torch_dist shards that load in any layout."""
     with one_sentence():
+        from miles_like.pipeline import convert as conversions
+        from miles_like.pipeline.convert import ConvertWork, cluster_nodes
+        from miles_like.run import assemble
+
         work = ConvertWork(parse_bytes(memory_limit), workers, cluster_nodes(ray_address))
         try:
-            typer.echo(conversions.to_megatron(hf_dir, out_dir, work, tp=tp, pp=pp, ep=ep, etp=etp))
+            echo(conversions.to_megatron(hf_dir, out_dir, work, tp=tp, pp=pp, ep=ep, etp=etp))
         finally:
             assemble.shut_down()
 
@@ -60,12 +62,16 @@ def to_hf(
 ) -> None:
     """Convert Megatron torch_dist shards, from a conversion or saved by training, to a Hugging Face directory."""
     with one_sentence():
+        from miles_like.pipeline import convert as conversions
+        from miles_like.pipeline.convert import ConvertWork, cluster_nodes
+        from miles_like.run import assemble
+
         work = ConvertWork(parse_bytes(memory_limit), workers, cluster_nodes(ray_address))
         try:
             done = conversions.to_hf(
                 megatron_dir, out_dir, work, format=format, hf_config=hf_config, lora_alpha=lora_alpha
             )
-            typer.echo(done)
+            echo(done)
         finally:
             assemble.shut_down()
 
@@ -74,7 +80,9 @@ def to_hf(
 def check_converted(directory: Path, memory_limit: MemoryOption = "4GiB", workers: WorkersOption = 1) -> None:
     """Verify every tensor and file of a converted directory against its manifest."""
     with one_sentence():
-        typer.echo(conversions.check(directory, memory_limit=parse_bytes(memory_limit), workers=workers))
+        from miles_like.pipeline import convert as conversions
+
+        echo(conversions.check(directory, memory_limit=parse_bytes(memory_limit), workers=workers))
 
 
 def parse_bytes(text: str) -> int:

@@ -26,6 +26,11 @@ ForceOption = Annotated[
     bool, typer.Option("--force", help="start a run that does not fit the memory of its devices by the plan")
 ]
 
+KeyFileOption = Annotated[
+    Path | None,
+    typer.Option("--key-file", help="file of mode 0600 with the key; default: MILES_LIKE_SERVER_KEY"),
+]
+
 
 def check_writable(path: Path) -> None:
     """Raises ValueError, before the work begins, for a file that cannot be written. Leaves no file behind."""

@@ -31,6 +31,7 @@ from miles_like.pipeline.dequantize import dequantize_checkpoint, is_unquantized
 from miles_like.pipeline.fetch import content, describe, fetch, is_taken_as_it_is, source_inputs, visible_files
 from miles_like.pipeline.rollout_checkpoint import store_served
 from miles_like.pipeline.run_directory import Mode, check_nothing_lost, clear_run_dir, summary_files
+from miles_like.pipeline.stage_names import STAGES
 from miles_like.staging.stage_files import HF, MEGATRON, NodeNeed, layout_inputs, stage_plan
 from miles_like.storage.completion import (
     MARKER,
@@ -50,7 +51,6 @@ from miles_like.storage.completion import (
 from miles_like.storage.verified_copy import StageFiles, verified_sums
 from quant.hf_config import spec_from_hf
 
-STAGES = ("fetch", "dequantize", "convert", "stage", "train")
 USUAL_CACHE = Path("runs/cache")  # the default cache of runs in runs/
 
 Run = Callable[[Path, Mapping[str, Output]], Path]  # (directory, earlier stages' outputs) -> root of the data

@@ -12,9 +12,10 @@ import pytest
 import torch
 import typer
 
-from miles_like.cli import app, pipeline
+from miles_like.cli import app
 from miles_like.command_errors import LOG_BYTES, one_sentence, sentence
 from miles_like.commands.convert import parse_bytes
+from miles_like.commands.train import train
 from miles_like.hf.checkpoint import HFCheckpoint, write_hf
 from miles_like.stopping import Stopped
 from tests.support import sglang_metadata, tiny_models
@@ -54,7 +55,7 @@ def test_a_dry_run_refuses_what_the_run_would(
     """A plan of nothing, printed without a word, would be believed."""
     config = Path(__file__).parents[2] / "configs" / "tiny.toml"
     with pytest.raises(typer.Exit):
-        pipeline(config, tmp_path / "x", stages=stages, overrides=overrides, dry_run=True)
+        train(config, tmp_path / "x", stages=stages, overrides=overrides, dry_run=True)
     check_refusal(capsys.readouterr().err, *facts)
     assert not list(tmp_path.iterdir())
 
@@ -83,7 +84,7 @@ def test_only_a_model_with_experts_is_asked_for_routes(
     (tmp_path / "model.json").write_text(json.dumps(model))
     config = Path(__file__).parents[2] / "configs" / "tiny.toml"
     changes = [f"model.make.config={tmp_path}/model.json", "rollout.engine=sglang", "parallel.ep=1"]
-    pipeline(config, tmp_path / "x", overrides=changes, dry_run=True)
+    train(config, tmp_path / "x", overrides=changes, dry_run=True)
     assert ("--enable-return-routed-experts" in capsys.readouterr().out) == flag
 
 
@@ -177,7 +178,7 @@ def test_a_run_that_was_told_to_stop_ends_with_the_status_of_that(monkeypatch: p
     def stopped(*_: Any, **__: Any) -> None:
         raise Stopped("SIGTERM: step 6 is saved, --resume goes on from it", 143)
 
-    monkeypatch.setattr("miles_like.cli.run_stages", stopped)
+    monkeypatch.setattr("miles_like.run.pipeline.run_stages", stopped)
     result = CliRunner().invoke(app, ["train", "configs/tiny.toml", "--run-dir", "nowhere"])
     assert result.exit_code == 143, result.output
     assert "stopped: SIGTERM: step 6 is saved" in result.output and "error" not in result.output

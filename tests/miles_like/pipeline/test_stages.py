@@ -27,7 +27,8 @@ from miles_like.config.load import dump_config
 from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import write_hf
 from miles_like.pipeline.run_directory import Mode
-from miles_like.pipeline.stages import STAGES, Sizes, StageFunctions, _as_left, plan_stages, run_stages
+from miles_like.pipeline.stage_names import STAGES
+from miles_like.pipeline.stages import Sizes, StageFunctions, _as_left, plan_stages, run_stages
 from miles_like.run import assemble
 from miles_like.staging.stage_files import NodeNeed
 from miles_like.stopping import StopRequest

@@ -12,7 +12,8 @@ from miles_like.cli import app
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
 from miles_like.config.sections.loop import CheckpointConfig
-from miles_like.pipeline.stages import STAGES, StageFunctions, plan_stages
+from miles_like.pipeline.stage_names import STAGES
+from miles_like.pipeline.stages import StageFunctions, plan_stages
 from miles_like.preflight.describe import decimal, describe_checkpoints, describe_plan
 from miles_like.run.assemble import known_model, stage_functions
 from miles_like.run.setup.run_cluster import RunCluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from miles_like.config.load import load_config
-from miles_like.pipeline.stages import STAGES
+from miles_like.pipeline.stage_names import STAGES
 from miles_like.preflight.disks import DiskNeed, check_disks, disk_needs
 from tests.support.planned import planned
 from tests.support.refusals import refuses

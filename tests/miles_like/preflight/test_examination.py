@@ -21,7 +21,7 @@ from miles_like.doctor.findings import Finding
 from miles_like.nodes import session, work
 from miles_like.nodes.facts import Device, NodeFacts
 from miles_like.nodes.members import Node
-from miles_like.pipeline.stages import STAGES
+from miles_like.pipeline.stage_names import STAGES
 from miles_like.preflight import examination
 from miles_like.preflight.machine import Machines
 from miles_like.run.setup.run_cluster import RunCluster

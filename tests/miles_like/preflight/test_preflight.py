@@ -29,7 +29,8 @@ from miles_like.nodes import members, session, work
 from miles_like.nodes.members import Node
 from miles_like.nodes.probe import NodeProbe, find_engine, is_free
 from miles_like.pipeline.run_directory import check_run_dir
-from miles_like.pipeline.stages import STAGES, Stage, run_stages
+from miles_like.pipeline.stage_names import STAGES
+from miles_like.pipeline.stages import Stage, run_stages
 from miles_like.preflight import examination
 from miles_like.preflight import machine as preflight_machine
 from miles_like.preflight.checks import ROWS, Preflight

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from miles_like.commands.simulate import loop_settings
 from miles_like.config.load import load_config
+from miles_like.run.simulation_inputs import loop_settings
 from miles_like.simulation.inputs.assumptions import Assumptions
 from miles_like.simulation.measured import LoopFigures, Measured, measured_figures, simulated_like
 from tests.support.chosen import checked

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from miles_like.cli import app
-from miles_like.commands.simulate import known_keys, loop_settings, read_assumptions
 from miles_like.config.load import load_config
+from miles_like.run.simulation_inputs import known_keys, loop_settings, read_assumptions
 from miles_like.simulation.inputs.assumptions import Assumptions
 from tests.support.cli_runner import CliRunner
 from tests.support.refusals import check_refusal

@@ -1,0 +1,49 @@
+"""`miles-like doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from miles_like.command_errors import one_sentence
+from miles_like.commands.options import SetOption, check_writable
+from miles_like.commands.output import console
+
+
+def doctor(
+    ray_address: Annotated[
+        str | None, typer.Option("--ray-address", help="a Ray cluster, all nodes of which are examined")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="a run's, to whose nodes, GPUs, ports and disks they are held")
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="that run's, examined with the other disks")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="everything that was found and measured")] = None,
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
+) -> None:
+    """Examine the nodes of a Ray cluster, or this machine: a table, and a remedy for each fault; status 1 with one."""
+    with one_sentence():
+        from miles_like.config.load import load_config
+        from miles_like.doctor.report import print_examination, write_examination
+        from miles_like.preflight.examination import examine_nodes
+        from miles_like.run import assemble
+        from miles_like.variables import ray_address as address_of
+
+        out = console()
+        loaded = None if config is None else load_config(config, overrides)
+        of_run = [*(f"--set {one}" for one in overrides), *([] if run_dir is None else [f"--run-dir {run_dir}"])]
+        if config is None and of_run:
+            raise ValueError(f"{of_run[0]} does nothing without --config: give the run's configuration")
+        if json is not None:
+            check_writable(json)
+        try:
+            found = examine_nodes(loaded, address_of(ray_address), out, None if run_dir is None else run_dir.resolve())
+        finally:
+            assemble.shut_down()
+        print_examination(out, found)
+        if json is not None:
+            write_examination(json, found)
+    if not found.ok:
+        raise typer.Exit(1)

@@ -1,0 +1,84 @@
+"""`miles-like eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from miles_like.command_errors import one_sentence
+from miles_like.commands.options import KeyFileOption, SetOption, check_writable
+from miles_like.commands.output import console
+
+
+def evaluate(
+    hf_dir: Path,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", metavar="[NAME=]FILE", help="prompts and answers, in place of the config's"),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="a run's: columns, template, sampling, reward and sets"),
+    ] = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=1, help="k of avg@k and pass@k; 1: greedy")] = None,
+    greedy: Annotated[bool | None, typer.Option("--greedy/--no-greedy", help="one greedy answer per prompt")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="of the sampled answers")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1)] = None,
+    max_prompts: Annotated[int | None, typer.Option("--max-prompts", min=1, help="number of prompts per set")] = None,
+    reward: Annotated[str | None, typer.Option("--reward", help="a name or an import path")] = None,
+    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, max=1024, help="of the embedded server")] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="of the server; by default any free one")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option("--server", metavar="URL", help="a running server, in place of starting one")
+    ] = None,
+    key_file: KeyFileOption = None,
+    json: Annotated[Path | None, typer.Option("--json", help="the figures")] = None,
+    answers: Annotated[Path | None, typer.Option("--answers", help="every answer, one JSON object per line")] = None,
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="the server's log")] = Path("runs/eval"),
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
+) -> None:
+    """Evaluate a Hugging Face directory, BF16 or quantized, on held-out prompts."""
+    given = {
+        "eval.samples": samples,
+        "eval.greedy": greedy,
+        "eval.temperature": temperature,
+        "rollout.max_new_tokens": max_new_tokens,
+        "eval.max_prompts": max_prompts,
+        "reward.name": reward,
+        "seed": seed,
+        "rollout.embedded.threads": threads,
+        "rollout.port": port,
+    }
+    short = [f"{key}={str(v).lower() if v is True or v is False else v}" for key, v in given.items() if v is not None]
+    with one_sentence(run_dir / "logs"):
+        from miles_like.run.evaluate import EvalAlone, read_evaluation_config
+        from rollout.server_key import given_key
+
+        if server is not None:
+            _check_running(server, {"--threads": threads, "--port": port})
+        for path in (json, answers):
+            if path is not None:
+                check_writable(path)
+        settings = read_evaluation_config(config, [*overrides, *short], data or ())
+        found = EvalAlone(hf_dir, settings, run_dir, console(), server, given_key(key_file)).run()
+        console().print(found.table())
+        if json is not None:
+            found.write_json(json)
+        if answers is not None:
+            found.write_answers(answers)
+
+
+def _check_running(server: str, options: Mapping[str, int | None]) -> None:
+    """Raises ValueError for a malformed URL of a running server, and for options of a server that is started."""
+    from rollout.server_url import server_url
+
+    server_url(server)
+    for option, value in options.items():
+        if value is not None:
+            raise ValueError(f"{option} {value} does nothing with --server, which runs already: remove one of them")

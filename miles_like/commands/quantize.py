@@ -1,0 +1,51 @@
+"""`miles-like quantize` and `dequantize`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from miles_like.command_errors import one_sentence
+from miles_like.commands.options import FORMATS
+from miles_like.commands.output import console, echo
+
+
+def dequantize(hf_dir: Path, out_dir: Path) -> None:
+    """Convert a quantized Hugging Face directory to BF16."""
+    with one_sentence():
+        from miles_like.pipeline.dequantize import dequantize_checkpoint
+
+        echo(f"{dequantize_checkpoint(hf_dir, out_dir):,} bytes -> {out_dir}")
+
+
+def quantize(
+    hf_dir: Path,
+    out_dir: Path,
+    format: Annotated[str, typer.Option("--format", help=FORMATS)] = "fp8",
+    scope: Annotated[
+        str | None, typer.Option("--scope", help="all or experts; default for 4-bit formats: experts")
+    ] = None,
+    block: Annotated[str | None, typer.Option("--block", help="rows x columns of an FP8 block, e.g. 128x128")] = None,
+    group: Annotated[int | None, typer.Option("--group", help="columns of an INT4 group: 32, 64, 128")] = None,
+    convention: Annotated[
+        str | None, typer.Option("--convention", help="deepseek, sglang, compressed-tensors or modelopt")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", metavar="PATTERN", help="modules to leave unquantized: layers.0.self_attn or re:..."),
+    ] = None,
+    report: Annotated[bool, typer.Option("--report", help="measure the error: a table, a file, plots")] = False,
+) -> None:
+    """Convert a BF16 Hugging Face directory to a low-precision format."""
+    with one_sentence():
+        from miles_like.pipeline.quant_report import QuantReport
+        from miles_like.pipeline.quantize import quantize_checkpoint, spec_of
+
+        spec = spec_of(format, scope=scope, block=block, group=group, convention=convention, ignore=ignore or ())
+        measured = QuantReport(spec) if report else None
+        written = quantize_checkpoint(hf_dir, out_dir, spec, report=measured)
+        if measured is not None:
+            console().print(measured.table())
+        echo(f"{written:,} bytes -> {out_dir}")

@@ -1,0 +1,81 @@
+"""`miles-like verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from miles_like.command_errors import one_sentence
+from miles_like.commands.options import KeyFileOption, RayOption, SetOption
+from miles_like.commands.output import console, echo
+
+
+def verify(
+    config: Annotated[Path, typer.Option("--config")],
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="logs and plots")] = Path("runs/verify"),
+    json: Annotated[Path | None, typer.Option("--json", help="the figures and verdicts")] = None,
+    rollouts: Annotated[
+        Path | None, typer.Option("--rollouts", help="a rollouts/step_N.jsonl of a run, in place of new samples")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", help="a checkpoints/step_N of a run, in place of its beginning")
+    ] = None,
+    server: Annotated[
+        list[str] | None, typer.Option("--server", metavar="URL", help="a running server, in place of starting one")
+    ] = None,
+    key_file: KeyFileOption = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="publish the trainer's weights to the servers named by --server, once hashed"),
+    ] = False,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="name the first layer whose residual stream differs")
+    ] = False,
+    prompts: Annotated[int | None, typer.Option("--prompts", min=1, help="to sample, 32 by default")] = None,
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
+    ray_address: RayOption = None,
+) -> None:
+    """Compare trainer and rollout and attribute the gap; status 1 if the precision does not explain it."""
+    with one_sentence(run_dir / "logs"):
+        from miles_like.config.load import load_config
+        from miles_like.run import assemble
+        from miles_like.run.verify import VerifyOptions
+        from rollout.server_key import given_key
+        from rollout.server_url import server_url
+
+        loaded = load_config(config, overrides)
+        for url in server or ():
+            server_url(url)
+        try:
+            key = given_key(key_file)
+            options = VerifyOptions(
+                rollouts=rollouts,
+                checkpoint=checkpoint,
+                attached=server or (),
+                key=key,
+                overwrite=overwrite,
+                layers=layers,
+                prompts=prompts,
+            )
+            found, plots = assemble.verify(loaded, run_dir, console(), ray_address, options)
+        finally:
+            assemble.shut_down()
+        _print(found.table(), plots)
+        if json is not None:
+            found.write_json(json)
+        if server and found.differing:
+            done = "published the trainer's weights to" if overwrite else "did not change"
+            rest = "" if overwrite else "; --overwrite publishes the trainer's weights to them"
+            echo(f"This command {done} {', '.join(server)}{rest}.")
+    console(stderr=not found.ok, soft_wrap=True).print(found.conclusion(), markup=False, highlight=False)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _print(table: object, plots: Sequence[Path]) -> None:
+    console().print(table)
+    for path in plots:
+        echo(f"-> {path}")
