@@ -16,6 +16,7 @@ from miles_like.command_errors import one_sentence
 from miles_like.commands.convert import convert
 from miles_like.commands.doctor import doctor
 from miles_like.commands.evaluate import evaluate
+from miles_like.commands.export import export
 from miles_like.commands.output import LOG_LEVELS, set_output
 from miles_like.commands.plan import plan
 from miles_like.commands.quantize import dequantize, quantize
@@ -33,7 +34,7 @@ RUNS, CHECKPOINTS, PLANS = "Runs", "Checkpoints", "Plans and nodes"
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 _PANELS: dict[str, dict[str, Callable[..., None]]] = {
     RUNS: {"demo": demo, "train": train, "verify": verify, "eval": evaluate, "report": report},
-    CHECKPOINTS: {"quantize": quantize, "dequantize": dequantize, "serve": serve},
+    CHECKPOINTS: {"export": export, "quantize": quantize, "dequantize": dequantize, "serve": serve},
     PLANS: {"plan": plan, "simulate": simulate, "doctor": doctor},
 }
 for panel, commands in _PANELS.items():

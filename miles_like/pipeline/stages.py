@@ -27,8 +27,9 @@ from miles_like.checkpoint.run_state import go_back
 from miles_like.config.run import RunConfig
 from miles_like.config.sections.supervised import PAIRS
 from miles_like.hf.checkpoint import HFCheckpoint
+from miles_like.pipeline.cache import cache_of, fetch_directory
 from miles_like.pipeline.dequantize import dequantize_checkpoint, is_unquantized
-from miles_like.pipeline.fetch import content, describe, fetch, is_taken_as_it_is, source_inputs, visible_files
+from miles_like.pipeline.fetch import content, describe, fetch, is_taken_as_it_is, visible_files
 from miles_like.pipeline.rollout_checkpoint import store_served
 from miles_like.pipeline.run_directory import Mode, check_nothing_lost, clear_run_dir, summary_files
 from miles_like.pipeline.stage_names import STAGES
@@ -50,8 +51,6 @@ from miles_like.storage.completion import (
 )
 from miles_like.storage.verified_copy import StageFiles, verified_sums
 from quant.hf_config import spec_from_hf
-
-USUAL_CACHE = Path("runs/cache")  # the default cache of runs in runs/
 
 Run = Callable[[Path, Mapping[str, Output]], Path]  # (directory, earlier stages' outputs) -> root of the data
 Hashes = Callable[[Path], Mapping[str, tuple[int, str]]]  # root -> (size, SHA-256) of files that the stage hashed
@@ -122,23 +121,6 @@ class StageFunctions:
     preflight: Callable[[Sequence[Stage], Sequence[str], bool], Preflight] = field(default=lambda *_: NoChecks())
 
 
-def cache_of(config: RunConfig, run_dir: Path) -> Path:
-    """The directory of the outputs of the stages before training: `cache_dir`, else beside the run directory."""
-    return Path(config.cache_dir) if config.cache_dir is not None else run_dir.parent / "cache"
-
-
-def describe_cache(config: RunConfig, run_dir: Path) -> str:
-    """One line: the cache in use, why, and the usual cache if that has outputs but is not used."""
-    cache = cache_of(config, run_dir).resolve()
-    if config.cache_dir is not None:
-        return f"{cache} (cache_dir)"
-    usual = USUAL_CACHE.resolve()
-    line = f"{cache} (beside the run directory)"
-    if cache == usual or not any(usual.glob(f"*/{MARKER}")):
-        return line
-    return f"{line}, not {usual}, which has outputs too: --cache-dir {USUAL_CACHE} uses it"
-
-
 def plan_stages(
     config: RunConfig, run_dir: Path, functions: StageFunctions, *, mode: Mode = "auto", from_step: int | None = None
 ) -> list[Stage]:
@@ -148,14 +130,13 @@ def plan_stages(
     cache = cache_of(config, run_dir)
     size = functions.sizes
     bf16 = None if size is None else size.bf16
-    source = source_inputs(config.model)
-    key = input_key("fetch", source)
+    key, directory = fetch_directory(config, cache)
     stages = [
         Stage(
             name="fetch",
             what=describe(config.model),
             key=key,
-            directory=cache / f"fetch-{key}",
+            directory=directory,
             size=0 if is_taken_as_it_is(config.model) else None if size is None else size.fetched,
             removed=0 if size is None else size.downloaded,
             run=lambda out, _: fetch(config.model, out, lambda data: functions.make(config, data)),

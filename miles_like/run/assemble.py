@@ -27,13 +27,13 @@ from miles_like.config.sections.cluster import format_ranges
 from miles_like.config.sections.distillation import StartedServer
 from miles_like.device_table import Device, device
 from miles_like.hf.checkpoint import read_config, read_config_file
+from miles_like.pipeline.cache import cache_of
 from miles_like.pipeline.first_layers import downloaded_bytes, shortened
 from miles_like.pipeline.stages import (
     Preflight,
     Sizes,
     Stage,
     StageFunctions,
-    cache_of,
     plan_stages,
     run_stages,
 )

@@ -14,11 +14,11 @@ from miles_like.check_results import CheckResult, describe_unchecked, raise_fail
 from miles_like.checkpoint.run_state import check_kept
 from miles_like.config.load import dump_config, load_config
 from miles_like.config.run import RunConfig
+from miles_like.pipeline.cache import describe_cache
 from miles_like.pipeline.run_directory import Mode, check_run_dir
 from miles_like.pipeline.stage_names import STAGES
 from miles_like.pipeline.stages import (
     Stage,
-    describe_cache,
     parse_stages,
     plan_stages,
     run_stages,

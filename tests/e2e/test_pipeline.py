@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import tomli_w
+import torch
 import typer
 from typer.testing import CliRunner
 
 from miles_like.config.load import load_config
+from miles_like.hf.checkpoint import HFCheckpoint
 from scripts import run_deepseek
 from tests.e2e.conftest import (
     LIMIT_S,
@@ -208,6 +210,18 @@ def test_a_damaged_output_is_made_again_and_a_finished_run_is_not_overwritten(
     refused = completed(command("--set", "train.steps=9"))
     assert refused.returncode == 2
     check_refusal(refused.stderr, "--run-dir", "--resume", "--fresh")
+
+
+def test_the_trained_model_is_exported_from_the_run_alone(demo: Demo, python: Path, tmp_path: Path) -> None:
+    """The tensors of the BF16 checkpoint that the run began with, with other values, and its tokenizer."""
+    words = [str(python.parent / "miles-like"), "export", str(demo.run_dir), str(tmp_path / "out"), "--step", "3"]
+    subprocess.run(words, cwd=tmp_path, env=environment_without_checkout(), check=True, timeout=LIMIT_S)
+    (began,) = demo.run_dir.parents[1].glob("runs/cache/dequantize-*/data")
+    ours, theirs = HFCheckpoint(tmp_path / "out"), HFCheckpoint(began)
+    assert set(ours.names()) == set(theirs.names())
+    changed = [name for name in ours.names() if not torch.equal(ours.read(name), theirs.read(name))]
+    assert changed and all(ours.info(name)[:2] == theirs.info(name)[:2] for name in ours.names())  # dtype, shape
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (began / "tokenizer.json").read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,9 @@ from miles_like.experience.teachers import (
 from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.hf.teacher_prompt import privileged
 from miles_like.hf.tokenizer import load_tokenizer
+from miles_like.pipeline.cache import cache_of
 from miles_like.pipeline.fetch import describe, fetch, source_inputs, visible_files
-from miles_like.pipeline.stages import Stage, cache_of, run_stages
+from miles_like.pipeline.stages import Stage, run_stages
 from miles_like.protocols import Trainer
 from miles_like.run.setup.model_plan import RunTokenizer
 from miles_like.run.setup.rollout_side import teacher_launch

@@ -1,0 +1,36 @@
+"""`miles-like export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from miles_like.command_errors import one_sentence
+from miles_like.commands.convert import MemoryOption, WorkersOption, parse_bytes
+from miles_like.commands.options import FORMATS
+from miles_like.commands.output import echo
+
+
+def export(
+    run_dir: Path,
+    out_dir: Path,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", help="of the checkpoint of step N, not the last")
+    ] = None,
+    format: Annotated[str, typer.Option("--format", help=f"bf16, {FORMATS}")] = "bf16",
+    hf_config: Annotated[
+        Path | None,
+        typer.Option("--hf-config", help="the model that the run began with, where its cache is not there any more"),
+    ] = None,
+    memory_limit: MemoryOption = "4GiB",
+    workers: WorkersOption = 1,
+) -> None:
+    """Write the trained model of a run as a Hugging Face directory."""
+    with one_sentence():
+        from miles_like.pipeline.convert import ConvertWork
+        from miles_like.run.export import export_run
+
+        work = ConvertWork(parse_bytes(memory_limit), workers, None)
+        echo(export_run(run_dir, out_dir, work, step=step, format=format, hf_config=hf_config))
