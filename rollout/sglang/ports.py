@@ -1,4 +1,4 @@
-"""The ports of rollout servers: which ones a stock server binds, and whether they are free.
+"""The ports of rollout servers: which ones a stock server binds, whether they are free, and which processes have them.
 
 A port that is chosen before it is bound must lie outside of the kernel's ephemeral range, from which any outgoing
 connection may take it. Facts about SGLang are of version 0.5.23, srt/server_args.py (PortArgs.init_new) and
@@ -12,6 +12,8 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 HTTP_PORT, DIST_INIT_PORT = 30000, 20000  # of server 0, where the kernel's range allows
 BLOCK = 64  # ports from one server's dist_init port to the next server's
@@ -133,3 +135,19 @@ def _is_free(port: int, host: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def listeners(host: str, port: int) -> list[int | None]:
+    """Process ids of the sockets that listen at a port of this machine where a connection to `host` arrives; None for a
+    process of another user. Empty where the system does not say."""
+    everywhere = {"0.0.0.0", "::"}
+    try:
+        wanted = {str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)} | everywhere
+        sockets = psutil.net_connections("tcp")
+    except (psutil.Error, OSError):
+        return []
+    return [
+        s.pid
+        for s in sockets
+        if s.status == psutil.CONN_LISTEN and s.laddr.port == port and s.laddr.ip.removeprefix("::ffff:") in wanted
+    ]

@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
 from miles_like.hf.checkpoint import read_config
 from rollout.config import PublishConfig, RolloutConfig
@@ -24,6 +26,7 @@ from rollout.server_key import ServerKey, environment_with
 from rollout.server_url import tls
 from rollout.sglang.client import RolloutError
 from rollout.sglang.layer_states import forward_hooks
+from rollout.sglang.ports import listeners
 from rollout.wire.bodies import request_bytes
 from rollout.wire.endpoints import HEALTH
 from rollout.wire.layer_states import FLAG
@@ -78,14 +81,24 @@ class ServerHandle:
             return None
         return end.si_status if end.si_code == os.CLD_EXITED else 128 + end.si_status
 
+    def listeners(self) -> tuple[bool, list[int | None]]:
+        """(whether a process of this server listens at its port, other processes that do; None: of another user). A
+        server that answers there may be another run's. Where the system does not say, it is taken for this one."""
+        parts = urlsplit(self.url)
+        found = listeners(parts.hostname or "", parts.port or 0)
+        own = {*living(self.pid)}
+        with contextlib.suppress(psutil.Error):
+            own |= {child.pid for child in psutil.Process(self.pid).children(recursive=True)}
+        return not found or any(pid in own for pid in found), [pid for pid in found if pid not in own]
+
     def await_ready(self, timeout_s: float) -> None:
-        """Wait until /health answers 200. Raises RolloutError with the end of the log if it does not."""
+        """Wait until /health of this server answers 200. Raises RolloutError with the end of the log if it does not."""
         deadline = time.monotonic() + timeout_s
         with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False, verify=tls(self.url)) as http:
             while time.monotonic() < deadline:
                 self.check_alive()
                 try:
-                    if http.get(HEALTH).status_code == 200:
+                    if http.get(HEALTH).status_code == 200 and self.listeners()[0]:
                         self.answered()
                         return
                 except httpx.HTTPError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -64,6 +65,7 @@ class Startup:
         self._launch, self._tries = launch, _FREE_PORTS if launch.port is None else 1
         self._up = False
         self._failure: Progress | None = None
+        self._stranger = ""  # what answered at the port last, if it was not this server
         self._limits = {
             "start": (config.start_timeout_s, "rollout.start_timeout_s"),
             "load": (config.load_timeout_s, "rollout.load_timeout_s"),
@@ -97,9 +99,12 @@ class Startup:
                 return Progress(self.handle.url, "starting")
             return self._failed(f"ended with {how}", phase.words, self.handle.ended_at or time.monotonic())
         if not self._up and not self._launch.node_rank and self._answers():
-            if self._launch.config.engine == "vllm" and (wrong := self._number_weights()) is not None:
+            own, others = self.handle.listeners()
+            self._stranger = "" if own else _program(others[0])
+            if own and (wrong := self._wrong(others)) is not None:
                 return self._failed(wrong, phase.words, time.monotonic())
-            self.mark_ready()
+            if own:
+                self.mark_ready()
         if self._up:
             return Progress(self.handle.url, "ready", ready=True)
         limit, key = self._limit(phase.limit)
@@ -109,6 +114,8 @@ class Startup:
         if spent < limit:
             return Progress(self.handle.url, phase.words)
         late = f"was not ready within {limit:g} s (raise {key} if it is only slow)"
+        if self._stranger:
+            late += f"; at its port answers {self._stranger} (set rollout.port to another one)"
         return self._failed(late, phase.words, time.monotonic())
 
     def _failed(self, what: str, phase: str, when: float) -> Progress:
@@ -143,6 +150,13 @@ class Startup:
         except httpx.HTTPError:
             return False  # not listening yet
 
+    def _wrong(self, others: Sequence[int | None]) -> str | None:
+        """What is wrong with a server that answers. others: processes that listen at its port too, which the kernel
+        allows to vLLM's."""
+        if others:
+            return f"shares its port with {_program(others[0])}, and requests reach either: set rollout.port"
+        return self._number_weights() if self._launch.config.engine == "vllm" else None
+
     def _number_weights(self) -> str | None:
         """Give the weights of a vLLM server their version, for which it has no flag. Returns why this cannot be: it is
         of another version of vLLM, or does not answer."""
@@ -157,6 +171,10 @@ class Startup:
         except (httpx.HTTPError, ValueError) as e:
             return f"did not answer {endpoint}: {e}"
         return None
+
+
+def _program(pid: int | None) -> str:
+    return "a process of another user" if pid is None else f"process {pid}, not of this server"
 
 
 def begin(launch: ServerLaunch, port: int) -> ServerHandle:

@@ -7,16 +7,19 @@ tests/sglang_cpu holds the marks of the phases to stock SGLang's source.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from rollout.config import RolloutConfig, SGLangFlags
+from rollout.config import RolloutConfig, SGLangFlags, VLLMFlags
 from rollout.sglang import startup
 from rollout.sglang.client import RolloutError
 from rollout.sglang.phases import STOCK, FollowedLog, last_error
@@ -44,6 +47,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(flags["--port"])), Handler).serve_forever()
 """
 SLEEPS = "time.sleep(60)\n"
+SHARES = """
+import socket
+class Shared(http.server.HTTPServer):
+    def server_bind(self):
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        super().server_bind()
+Shared(("127.0.0.1", int(flags["--port"])), Handler).serve_forever()
+"""
 
 
 @pytest.fixture
@@ -184,6 +195,79 @@ def test_a_port_of_a_stock_server_that_is_in_use_is_named_before_it_starts(stock
         with refuses(ValueError, *facts, unrecorded="a free port"):
             launch_server(replace(launch, config=config))
     assert not launch.log_dir.exists()
+
+
+class Stranger:
+    """A context manager: another run's server, which answers /health at a port."""
+
+    def __init__(self, port: int) -> None:
+        self.asked: list[str] = []
+        asked = self.asked
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked.append(self.path)
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            do_POST = do_GET
+
+            def log_message(self, *_: object) -> None: ...
+
+        class Server(ThreadingHTTPServer):
+            allow_reuse_port = True
+
+        self._http = Server(("127.0.0.1", port), Handler)
+
+    def __enter__(self) -> Stranger:
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang", "vllm"])
+def test_a_server_of_another_run_that_answers_at_the_port_is_not_taken_for_this_one(
+    stock: Callable[..., ServerLaunch], tmp_path: Path, engine: str
+) -> None:
+    """Two runs on one machine whose nodes are of separate Rays take the same first port, and a server takes a minute
+    from the check of its port to listening there."""
+    launch = stock(SLEEPS, start_timeout_s=2)
+    if engine != "sglang":
+        (program := tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
+        program.chmod(0o700)
+        given = {"engine": engine, "sglang": SGLangFlags(), "vllm": VLLMFlags(python=str(program))}
+        if engine == "embedded":
+            del given["vllm"]
+        launch = replace(launch, config=RolloutConfig(start_timeout_s=2, **given), dist_init_addr=None)
+    if engine == "embedded":
+        shutil.rmtree(launch.model_path)  # it ends before it listens
+    start = Startup(launch)
+    try:
+        with Stranger(launch.port) as other:
+            failed = until(start, lambda p: p.failure is not None or p.ready)[-1]
+    finally:
+        start.handle.stop()
+    assert set(other.asked) <= {"/health"}, "nothing is changed there"
+    facts = () if engine == "embedded" else (2, "rollout.start_timeout_s", f"process {os.getpid()}", "rollout.port")
+    with refuses(RolloutError, "rollout server 1", *facts, unrecorded="a free port"):
+        raise RolloutError(failed.failure)
+
+
+def test_a_port_that_two_servers_share_is_refused(stock: Callable[..., ServerLaunch]) -> None:
+    """The kernel lets two programs of one user listen at a port where both ask for it, as vLLM does."""
+    launch = stock(SERVES.partition("http.server.HTTPServer")[0] + SHARES)
+    start = Startup(launch)
+    try:
+        with Stranger(launch.port):
+            failed = until(start, lambda p: p.failure is not None or p.ready)[-1]
+    finally:
+        start.handle.stop()
+    with refuses(RolloutError, "rollout server 1", f"process {os.getpid()}", "rollout.port", unrecorded="a free port"):
+        raise RolloutError(failed.failure)
 
 
 @LONG
