@@ -24,7 +24,7 @@ from rollout.publish.disk_publisher import POLL_S, DiskPublisher, SharedDirector
 from rollout.publish.encoded_weights import EncodedWeights
 from rollout.publish.publication import PublishTarget, Sent
 from rollout.publish.publisher import compare_checksums, flush_cache
-from rollout.publish.servers import ServerSet, servers_of, states_of
+from rollout.publish.servers import ServerSet, Stage, servers_of, states_of
 from rollout.publish.shares import Shares
 from rollout.sglang.client import RolloutError
 from rollout.wire import endpoints
@@ -107,6 +107,8 @@ class DeltaPublisher(DiskPublisher):
         parts = [path.with_name(f"{path.name}.part{i}") for i in range(self._ranks)]
         for left in (parts[self._rank], *([] if self._rank else [path])):
             shutil.rmtree(left, ignore_errors=True)
+        if not self._rank:
+            self._check_versions(version)  # the others have been given the version to take differences against
         shares = Shares(self._ranks, self._target.spec)
         own = shares.of(self._rank, stream)
         if self.base.version != against:  # this rank's part of an earlier publication was not acknowledged
@@ -143,20 +145,20 @@ class DeltaPublisher(DiskPublisher):
             weight_version=str(version),
             keep_pause=True,
         )
-        state = f"All servers still serve version {against}; publish once more, which sends all weights"
+        self._stage = Stage.ASKED
         try:
             self._prepare(servers, request)
-            state = (
-                "The servers stay paused because they may hold different versions: restart them, or restart the run "
-                "with --resume"
-            )
-            began = time.perf_counter()
+            began, self._stage = time.perf_counter(), Stage.PAUSED
             servers.ask(endpoints.PAUSE, PauseRequest(mode=self._mode).to_json())
+            self._stage = Stage.BEGUN
             servers.change(endpoints.UPDATE_FROM_DISK, request.model_copy(update={"prepare": False}).to_json())
+            self._stage = Stage.CHANGED
             flush_cache(servers, self._mode)
             checksums = compare_checksums(servers, None) if self._target.config.verify else ()
             servers.ask(endpoints.CONTINUE, {})
         except RolloutError as e:
+            asked = f"All servers still serve version {against}; publish once more, which sends all weights"
+            state = asked if self._stage is Stage.ASKED else self._give_up(servers)
             raise RuntimeError(f"weights of version {version} were not published: {e}. {state}") from e
         finally:
             servers.close()

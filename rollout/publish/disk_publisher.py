@@ -22,7 +22,16 @@ from quant.hf_config import quantized_config, spec_from_hf
 from quant.stream import quantize_stream
 from rollout.publish.publication import PublishTarget, RankChecksums, Sent, publish_stream
 from rollout.publish.publisher import compare_checksums, flush_cache
-from rollout.publish.servers import OLD_SERVED, ServerSet, Stage, check_versions, serve_again, servers_of
+from rollout.publish.servers import (
+    OLD_SERVED,
+    Held,
+    ServerSet,
+    Stage,
+    check_versions,
+    held_by,
+    serve_again,
+    servers_of,
+)
 from rollout.publish.shares import Shares
 from rollout.publish.vllm_reload import reload_weights
 from rollout.sglang.client import RolloutError
@@ -61,6 +70,7 @@ class DiskPublisher:
         self._mode = PauseMode(target.config.pause_mode)
         self._stage = Stage.ASKED
         self._served: tuple[Path, int] | None = None  # what all servers have loaded last, and its version
+        self._before: dict[str, Held] = {}  # URL -> what a server held, where that is not known from `_served`
 
     def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport:
         """Collective over the trainer's ranks. Raises ValueError, OSError (disk full) or RuntimeError."""
@@ -148,6 +158,8 @@ class DiskPublisher:
     def _load(self, written: HFCheckpoint, version: int) -> Sent:
         load = reload_weights if self._target.kind == "vllm" else _update_from_disk
         verify = self._target.config.verify
+        asks = self._served is None and self._target.kind == "embedded" and not self._target.goes_on
+        self._before = held_by(self._target) if asks else {}
         servers, self._stage = servers_of(self._target), Stage.PAUSED
         try:
             began = time.perf_counter()
@@ -156,7 +168,7 @@ class DiskPublisher:
             raise RuntimeError(f"weights of version {version} were not published: {e}. {self._give_up(servers)}") from e
         finally:
             servers.close()
-        self._served = written.path, version
+        self._served, self._before = (written.path, version), {}
         return Sent(written.nbytes, time.perf_counter() - began, checksums, servers.lost)
 
     def _reached(self, stage: Stage) -> None:
@@ -179,19 +191,26 @@ class DiskPublisher:
         )
 
     def _load_before(self, urls: Sequence[str]) -> bool:
-        """Whether all of `urls`, which are paused, hold what they served before this publication."""
+        """Whether all of `urls`, which are paused, hold what they served before this publication. Of servers that this
+        process had not published to, it was not necessarily all of the directory that they name: hashes decide."""
         if not urls:
             return True
-        if self._served is None or not self._served[0].is_dir():
+        before = [self._before.get(url) for url in urls]
+        if self._served is not None:
+            bodies = [_from(*self._served)] * len(urls)
+        else:
+            bodies = [_from(held.path, held.version) for held in before if held is not None]
+        if len(bodies) < len(urls):
             return False
         servers = ServerSet(urls, self._target.timeout_s, self._target.key)
         try:
-            servers.change(endpoints.UPDATE_FROM_DISK, _from(*self._served))
+            servers.change_each(endpoints.UPDATE_FROM_DISK, bodies)
+            sums = [reply.per_engine_checksum for reply in servers.checksums()]
         except RolloutError:
             return False
         finally:
             servers.close()
-        return True
+        return all(held is None or held.checksum == found for held, found in zip(before, sums, strict=True))
 
 
 def _update_from_disk(
@@ -208,7 +227,7 @@ def _update_from_disk(
     return checksums
 
 
-def _from(path: Path, version: int) -> dict[str, Any]:
+def _from(path: Path | str, version: int | str) -> dict[str, Any]:
     return UpdateFromDisk(
         model_path=str(path), flush_cache=False, weight_version=str(version), keep_pause=True
     ).to_json()

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from enum import Enum
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import httpx
 import orjson
@@ -221,6 +221,32 @@ def states_of(target: PublishTarget, version: int | None = None) -> list[tuple[s
         for info in infos
     ]
     return states if version is None or all(served == str(version) for served, _, _ in states) else []
+
+
+class Held(NamedTuple):
+    """What a server held before a publication."""
+
+    path: str  # directory that it has loaded last, from which it was started if it has loaded none since
+    version: str
+    checksum: str  # of all its weights
+
+
+def held_by(target: PublishTarget) -> dict[str, Held]:
+    """Of each server by its URL. Empty where one does not answer, or holds no weights."""
+    servers = ServerSet(target.urls, target.timeout_s, target.key)
+    try:
+        infos = servers.get(
+            endpoints.MODEL_INFO, lambda url, endpoint, answer: _parsed(url, ModelInfo.from_json, answer, endpoint)
+        )
+        sums = servers.checksums()
+    except RolloutError:
+        return {}
+    finally:
+        servers.close()
+    return {
+        url: Held(info.model_path, info.weight_version, reply.per_engine_checksum)
+        for url, info, reply in zip(servers.urls, infos, sums, strict=True)
+    }
 
 
 def servers_of(target: PublishTarget) -> ServerSet:

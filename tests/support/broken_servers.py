@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from miles_like.types import NamedTensor
@@ -31,9 +32,10 @@ ACTS: dict[str, Callable[[], None]] = {
 
 
 def plant(fault: Callable[[str | None], str | None]) -> None:
-    """`fault` is asked in the middle of each update: with its version, at the second request of tensors, or before a
-    directory is read. It answers with a name of ACTS, or None."""
-    update, load = Service.update, Service.load
+    """`fault` is asked in the middle of each update: with its version, at the second request of tensors, before a
+    directory is read, or before differences that were prepared replace weights. It answers with a name of ACTS, or
+    None."""
+    update, load, load_delta = Service.update, Service.load, Service.load_delta
 
     def act(version: str | None) -> None:
         if (name := fault(version)) is not None:
@@ -48,7 +50,11 @@ def plant(fault: Callable[[str | None], str | None]) -> None:
         act(version)
         load(self, checkpoint, flush_cache=flush_cache, version=version)
 
-    Service.update, Service.load = updating, loading  # type: ignore[method-assign]
+    def replacing(self: Service, path: Path, *, flush_cache: bool, version: str | None) -> None:
+        act(version)
+        load_delta(self, path, flush_cache=flush_cache, version=version)
+
+    Service.update, Service.load, Service.load_delta = updating, loading, replacing  # type: ignore[method-assign]
 
 
 def plant_once(name: str, at: int) -> None:

@@ -22,6 +22,7 @@ from miles_like.hf.merged import join_parts
 from miles_like.types import NamedTensor
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.publish import disk_publisher
+from rollout.publish.delta_publisher import DeltaPublisher
 from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
@@ -78,10 +79,10 @@ class Publications:
             goes_on=self.goes_on,
             **more,
         )
-        if self.path == "disk":
+        if self.path in ("disk", "delta"):
             hf = HFCheckpoint(self.hf).config
             shared = SharedDirectory(path=self.where / "published", hf_config=hf, copy_from=self.hf)
-            return DiskPublisher(target, shared)
+            return (DiskPublisher if self.path == "disk" else DeltaPublisher)(target, shared)
         return TensorPublisher(target, send=True)
 
     def fault(self, name: str) -> None:
@@ -251,7 +252,7 @@ def _lost_data(them: Publications, version: int) -> dict[str, Found]:
 def _other_model(where: Path, path: str) -> dict[str, Found]:
     them = Publications(where, path, other=True)
     try:
-        broken = them.publish(1, asked=() if path == "disk" else (0, 1))
+        broken = them.publish(1)
         return {"broken": broken, "after": them.publish(1, publisher=them.made(them.urls[:1]), asked=(0,))}
     finally:
         them.servers.stop()

@@ -251,6 +251,82 @@ def test_one_server_that_refuses_keeps_all_at_the_version_before(model: Model) -
         assert a.store.checksums() == b.store.checksums() == model.sums(2)
 
 
+def _refuse(s: Service) -> None:
+    """To replace its weights by those that it has prepared."""
+
+    def refusing(path: Path, *, flush_cache: bool, version: str | None) -> None:
+        raise ValueError("no room for a thread")
+
+    s.load_delta = refusing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("at", "both"), [(2, False), (3, True)])
+def test_weights_that_are_not_replaced_after_the_pause(model: Model, at: int, both: bool) -> None:
+    """A server that has replaced its weights loads the directory of those before, and all serve these. There is one
+    until the first difference is served; without it no server may have replaced its weights."""
+    a, b = service(model.path), service(model.path)
+    with served(a) as first, served(b) as second:
+        trainer = Trainer(model, [first, second])
+        for version in range(1, at):
+            trainer.publish(version)
+        kept = [(s, s.load_delta) for s in ((a, b) if both else (b,))]
+        for s, _ in kept:
+            _refuse(s)
+        with refuses(RuntimeError, second, "no room for a thread", at, "the version before"):
+            trainer.publish(at)
+        for s in (a, b):
+            assert s.store.checksums() == model.sums(at - 1) and s.engine.version == str(at - 1)
+            assert not s.engine.paused
+        for s, load in kept:
+            s.load_delta = load  # type: ignore[method-assign]
+        report = trainer.publish(at)
+        assert report.bytes == report.whole_bytes and a.store.checksums() == b.store.checksums() == model.sums(at)
+
+
+def test_servers_of_two_versions_stay_paused(model: Model) -> None:
+    """One has replaced its weights by a second difference, and no directory has those before."""
+    a, b = service(model.path), service(model.path)
+    with served(a) as first, served(b) as second:
+        trainer = Trainer(model, [first, second])
+        for version in (1, 2):
+            trainer.publish(version)
+        _refuse(b)
+        with refuses(RuntimeError, second, "paused", "--resume", 3):
+            trainer.publish(3)
+        assert a.engine.paused and b.engine.paused
+        report = trainer.publish(3)
+        assert report.bytes == report.whole_bytes and not a.engine.paused and not b.engine.paused
+        assert a.store.checksums() == b.store.checksums() == model.sums(3)
+
+
+def test_a_server_that_dies_before_the_pause_leaves_the_others_serving(model: Model) -> None:
+    a, b = service(model.path), service(model.path)
+    with served(a) as first, ExitStack() as dying:
+        second = dying.enter_context(served(b))
+
+        class Dying(DeltaPublisher):
+            def _prepare(self, servers: ServerSet, request: UpdateFromDisk) -> None:
+                super()._prepare(servers, request)
+                dying.close()
+
+        trainer = Trainer(model, [first, second], kind=Dying)
+        trainer.publish(1)
+        with refuses(RuntimeError, second, "/pause_generation", 2):
+            trainer.publish(2)
+        assert a.store.checksums() == model.sums(1) and a.engine.version == "1" and not a.engine.paused
+
+
+def test_a_version_does_not_go_back(model: Model) -> None:
+    s = service(model.path)
+    with served(s) as url:
+        trainer = Trainer(model, [url])
+        trainer.publish(5)
+        with refuses(RuntimeError, url, "version 4", "version 5"):
+            trainer.publish(4)
+        assert s.store.checksums() == model.sums(5) and s.engine.version == "5" and not s.engine.paused
+        assert trainer.publish(6).bytes and s.store.checksums() == model.sums(6)
+
+
 @pytest.mark.parametrize("what", ["another version", "started again", "a rank started again", "all started again"])
 def test_without_a_base_that_both_sides_hold_tensors_are_whole(model: Model, what: str) -> None:
     with ExitStack() as stack:
