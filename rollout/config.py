@@ -245,9 +245,14 @@ class PublishConfig(Section):
     # of the text that every server scores after every publication, held to the trainer's log-probs of it; 0: not asked
     answer_tokens: int = Field(256, ge=0)
 
-    def check(self, *, engine: str, ranks: int, takes_turns: bool) -> None:
+    def check(self, *, engine: str, ranks: int, takes_turns: bool, gpus: bool = False) -> None:
         """Raises ValueError where the servers cannot take weights by this path. ranks: of an embedded server;
-        takes_turns: servers release their weights while the trainer computes."""
+        takes_turns: servers release their weights while the trainer computes; gpus: they compute on GPUs."""
+        if self.path == "distributed" and takes_turns and gpus:
+            raise ValueError(
+                "publish.path = 'distributed', but servers are on GPUs of trainer ranks (cluster.colocate), and an "
+                "NCCL group takes one member a GPU: set publish.path = 'tensor' or 'disk', or cluster.colocate = false"
+            )
         if self.path != "delta":
             return
         if engine != "embedded":

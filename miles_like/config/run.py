@@ -327,8 +327,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def publications_have_a_receiver(self) -> RunConfig:
         if self.servers is not None:
-            own = self.rollout
-            self.publish.check(engine=own.engine, ranks=own.embedded.tp_size, takes_turns=self.takes_turns)
+            own, turns = self.rollout, self.takes_turns
+            gpus = own.engine != "embedded" and self.cluster.gpus_per_node > 0
+            self.publish.check(engine=own.engine, ranks=own.embedded.tp_size, takes_turns=turns, gpus=gpus)
         return self
 
     @model_validator(mode="after")

@@ -48,7 +48,7 @@ from quant.spec import FOUR_BIT, QuantFormat
 
 KEPT = 8  # layouts that are reported
 SPARE = 0.08  # of the fullest GPU that a layout leaves: the arithmetic is not exact, and allocators are not perfect
-PATHS: tuple[Route, ...] = ("tensor", "disk")  # of publications
+PATHS: tuple[Route, ...] = ("tensor", "distributed", "disk")  # of publications to stock servers
 TRIED = 160  # plans at most
 TRAINERS, ENGINES = 24, 16  # of the fastest that fit by themselves, whose combinations are tried
 RANKS = 500  # trainers whose memory is computed at most
@@ -222,7 +222,9 @@ class _Search:
         for colocated, ranks, served in pools:
             overlap = overlap_of(replace(self.base, colocated=colocated))
             trainers = list(itertools.islice(self._fitting(ranks, colocated), TRAINERS))
-            engines = heapq.nsmallest(ENGINES, self._engines(served, ranks, overlap), key=lambda t: t.seconds)
+            engines = heapq.nsmallest(
+                ENGINES, self._engines(served, ranks, overlap, colocated), key=lambda t: t.seconds
+            )
             pool = merged(self.change, self._pool(colocated))
             for trainer in trainers:
                 for engine in engines:
@@ -326,15 +328,16 @@ class _Search:
         p = layout.parallel
         return _Timed(self.reached * seconds, turns, change, (p.tp, p.pp, p.ep, p.etp), layout)
 
-    def _engines(self, gpus: int, ranks: int, overlap: Overlap) -> Iterator[_Timed]:
+    def _engines(self, gpus: int, ranks: int, overlap: Overlap, colocated: bool) -> Iterator[_Timed]:
         flags = self.config.rollout.sglang
         fractions = tuple(sorted({flags.mem_fraction_static, 0.85}))
         for servers in servers_of(self.shape, gpus, self.width, fractions, flags.tp_size):
             self.considered += 1
             if (engine := self._engine(servers)) is not None:
                 seconds = self.reached * self._rollout(engine, overlap)
-                publish = replace(self.base.publish, engine=engine, ranks=ranks)
-                published, path = min((publish_time(self.shape, replace(publish, path=p)).seconds, p) for p in PATHS)
+                publish = replace(self.base.publish, engine=engine, ranks=ranks, colocated=colocated)
+                paths = [p for p in PATHS if not (colocated and p == "distributed")]  # as PublishConfig refuses
+                published, path = min((publish_time(self.shape, replace(publish, path=p)).seconds, p) for p in paths)
                 change = merged(servers.change(), {"publish.path": path})
                 yield _Timed(seconds, published, change, (servers.tp,))
 

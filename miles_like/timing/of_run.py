@@ -75,7 +75,14 @@ def step_setup(run: RunConfig, hf: HFConfig, facts: Facts) -> StepSetup:
     engine = engine_setup(run, hf, facts)
     train = train_setup(run, hf, facts, load)
     world, colocated = run.parallel.world_size, run.takes_turns
-    publish = PublishSetup(path=run.publish.path, device=facts.device, ranks=world, engine=engine, disk=SHARED_DISK)
+    publish = PublishSetup(
+        path=run.publish.path,
+        device=facts.device,
+        ranks=world,
+        engine=engine,
+        disk=SHARED_DISK,
+        colocated=colocated,
+    )
     return StepSetup(
         train=train,
         publish=publish,

@@ -1,8 +1,9 @@
 """Seconds of a publication by path. The bytes of the model are those of the served format; gathers are of BF16.
 
 Paths of rollout/publish:
-    tensor        one rank gathers, encodes base64 in JSON, once for each of a server's ranks, and sends it to every
-                  server, as it does to servers on other hosts than its own
+    tensor        one rank gathers and packs the encoded tensors into memory that servers on its host open: of its GPU
+                  where the one server has that GPU, else of the host. To servers elsewhere it sends base64 in JSON,
+                  once for each of a server's ranks
     disk          all ranks gather, each quantizes and writes its part of one directory, which every server reads
     distributed   `sources` ranks (in rollout/publish one) broadcast whole tensors to all ranks of all servers
 Paths whose formulas are stated here ahead of their code:
@@ -21,7 +22,15 @@ from typing import Literal
 from miles_like.device_table import Device
 from miles_like.timing.engine import EngineSetup
 from miles_like.timing.phase import Phase
-from miles_like.timing.rates.calibration import COMPRESSOR, DELTA_WIRE, ONE_ENCODER, ONE_WRITER, TENSOR
+from miles_like.timing.rates.calibration import (
+    COMPRESSOR,
+    DELTA_WIRE,
+    HOST,
+    HOST_MEMORY,
+    ONE_ENCODER,
+    ONE_WRITER,
+    TENSOR,
+)
 from miles_like.timing.rates.links import Group, broadcast, group_of, link, ring_rate
 from miles_like.timing.rates.roofline import moved
 from miles_like.timing.shape import ModelShape
@@ -43,6 +52,14 @@ class PublishSetup:
     """Bytes/s of the directory's file system; None: a node's local NVMe."""
     changed: float = 1.0
     """Share of the published bytes that differ from the last version ("delta")."""
+    colocated: bool = False
+    """Servers are on the trainer's GPUs."""
+
+    @property
+    def on_one_host(self) -> bool:
+        """Trainer and servers fit on a node, so that all are on that of the trainer's first rank."""
+        gpus = max(self.ranks, self.engine.gpus) if self.colocated else self.ranks + self.engine.gpus
+        return gpus <= self.device.node_gpus
 
 
 def served_bytes(shape: ModelShape, engine: EngineSetup) -> float:
@@ -62,6 +79,8 @@ def publish_time(shape: ModelShape, setup: PublishSetup) -> Phase:
     everyone = group_of(setup.ranks, 1, setup.device)
     gather = full / ring_rate(everyone, setup.device) if setup.ranks > 1 else 0.0
     gather = max(gather, TENSOR * tensors(shape))
+    if setup.path == "tensor" and setup.on_one_host:
+        return Phase(_by_handles(gather, encoded, setup))
     if setup.path == "tensor":
         return Phase({"gather": gather} | _by_requests(encoded, setup))
     if setup.path == "disk":
@@ -108,6 +127,20 @@ def writing_rate(setup: PublishSetup) -> float:
 def reading_rate(setup: PublishSetup) -> float:
     """Bytes/s of each server while all read the directory once; a shared file system divides its rate among them."""
     return setup.device.disk if setup.disk is None else setup.disk / setup.engine.servers
+
+
+def _by_handles(gather: float, encoded: float, setup: PublishSetup) -> dict[str, float]:
+    """A bucket is packed while servers load the one before: the slower of the two. Every server rank copies every
+    bucket whole, without a copy made for it: over the links of the sender's GPU, or out of the host's memory."""
+    device, engine = setup.device, setup.engine
+    pcie = HOST * device.host
+    if setup.colocated and engine.servers == 1:
+        packed = moved(2 * encoded, device)
+        opened = encoded * (engine.gpus - 1) / link(device, near=True)
+    else:
+        packed = encoded / pcie
+        opened = encoded * max(1 / pcie, engine.gpus / HOST_MEMORY)
+    return {"gather, packing and opening": max(gather, packed, opened), "loading": _loading(encoded, setup)}
 
 
 def _by_requests(encoded: float, setup: PublishSetup) -> dict[str, float]:

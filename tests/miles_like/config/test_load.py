@@ -263,3 +263,14 @@ def test_servers_that_take_turns_can_release_their_memory() -> None:
     settings = ["replay.mode=off", "cluster.gpus_per_node=2", "rollout.engine=sglang"]
     with refuses(ValueError, "rollout.sglang.enable_memory_saver", "false", "cluster.colocate"):
         load_config(TINY, [*settings, "rollout.sglang.enable_memory_saver=false"])
+
+
+def test_a_process_group_has_one_member_on_a_gpu() -> None:
+    """NCCL refuses a second one, when the servers are asked to join."""
+    settings = ["replay.mode=off", "cluster.gpus_per_node=2", "rollout.engine=sglang", "publish.path=distributed"]
+    with refuses(ValueError, "publish.path", "distributed", "cluster.colocate", "tensor"):
+        load_config(TINY, settings)
+    apart = ["cluster.gpus_per_node=4", "cluster.nodes=2", "cluster.colocate=false"]
+    assert load_config(TINY, [*settings, *apart]).publish.path == "distributed"
+    on_cpus = ["publish.path=distributed", "cluster.colocate=true"]
+    assert load_config(TINY, on_cpus).takes_turns, "over gloo"

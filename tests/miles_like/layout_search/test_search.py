@@ -128,6 +128,8 @@ def test_separate_servers_are_ranked_where_samples_may_be_stale() -> None:
     )
     found = searched(run, hf, kept=12)
     assert {one.config.takes_turns for one in found.found} == {True, False}
+    paths = {(one.config.takes_turns, one.config.publish.path) for one in found.found}
+    assert (False, "distributed") in paths and (True, "distributed") not in paths
     assert all(one.time.overlap == ("partial" if one.config.takes_turns else "beside") for one in found.found)
 
 

@@ -16,7 +16,18 @@ from miles_like.device_table import device
 from miles_like.timing.engine import EngineSetup
 from miles_like.timing.publish import Path as Route
 from miles_like.timing.publish import PublishSetup, publish_time, served_bytes, tensors
-from miles_like.timing.rates.calibration import COMPRESSOR, DELTA_WIRE, MEMORY, NETWORK, ONE_ENCODER, ONE_WRITER
+from miles_like.timing.rates.calibration import (
+    COMPRESSOR,
+    DELTA_WIRE,
+    HOST,
+    HOST_MEMORY,
+    MEMORY,
+    NETWORK,
+    NVLINK,
+    ONE_ENCODER,
+    ONE_WRITER,
+    TENSOR,
+)
 from miles_like.timing.shape import model_shape
 
 ROOT = Path(__file__).parents[3]
@@ -45,6 +56,22 @@ def test_requests_in_json_send_115_terabytes_of_deepseek_v3() -> None:
     assert found["requests"] == pytest.approx(body * 4 / (NETWORK * H100.inter))
     assert found["encoding"] == pytest.approx(body / ONE_ENCODER)
     assert publish_time(V3, setup("tensor")).decides == "encoding"
+
+
+def test_handles_repeat_no_byte_for_a_server_s_ranks() -> None:
+    """On one node, out of the host's memory: the model once over the sender's PCI Express, as fast as each reader takes
+    it over its own. Where the one server has the sender's GPU, all readers share that GPU's links."""
+    engines = [EngineSetup(device=H100, servers=1, tp=tp) for tp in (1, 4)]
+    apart = [PublishSetup(path="tensor", device=H100, ranks=4, engine=engine) for engine in engines]
+    name, nbytes = "gather, packing and opening", 2 * SMALL.parameters
+    one, four = (publish_time(SMALL, setup).terms[name] for setup in apart)
+    assert one == pytest.approx(max(nbytes / (HOST * H100.host), TENSOR * tensors(SMALL)), rel=1e-3)
+    assert four == pytest.approx(max(one, 4 * nbytes / HOST_MEMORY), rel=1e-3)
+    turns = replace(apart[1], ranks=8, engine=replace(engines[1], tp=8), colocated=True)
+    gather = TENSOR * tensors(SMALL)
+    assert publish_time(SMALL, turns).terms[name] == pytest.approx(max(gather, 7 * nbytes / (NVLINK * H100.intra)))
+    assert "requests" in publish_time(SMALL, replace(turns, colocated=False)).terms  # eight and eight are two nodes
+    assert publish_time(SMALL, turns).seconds < 0.1 * publish_time(SMALL, replace(turns, colocated=False)).seconds
 
 
 def test_one_writer_and_many() -> None:
