@@ -44,7 +44,7 @@ from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.teachers import RunTeachers
 from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter
-from miles_like.run.setup.turn_taking import TurnTaking, release_servers
+from miles_like.run.setup.turn_taking import TurnTaking, release_servers, released
 from miles_like.stopping import Deadline, StopRequest, command_began, run_to_end
 from miles_like.turns.users import TurnFeed
 from miles_like.types import Prompt, PublishReport, SampleGroup
@@ -120,7 +120,7 @@ def train(
         with servers.naming_failures(), teachers.naming_failures():
             if plan.config.takes_turns:  # before the trainer is built, which needs the memory
                 run_to_end(release_servers(rollout, servers.wait(say)))
-                say("rollout servers have released their memory; the trainer starts")
+                say(released(plan.config))
             trainer, critic = launcher.trainer(plan, algorithm.loss), launcher.critic(plan)
             reference = launcher.reference(plan, algorithm.loss)
             urls = servers.wait(say)

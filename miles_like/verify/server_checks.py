@@ -208,7 +208,7 @@ class RunChecks:
     def _refusal(self, step: int, faults: Sequence[ServerFault]) -> str:
         times = {1: "once", 2: "twice"}.get(self._times, f"{self._times} times")
         scored = "" if self.known is None else f" (median of {len(self.known.text) - 1} tokens that all servers score)"
-        bound = ""
+        bound = " None is replaced, since servers and trainer take turns." if self.turns else ""
         if self.replacements is not None:
             done = self.replacements.limit - self.replacements.left
             bound = f" Servers replaced in this run: {done}; publish.replacements = {self.replacements.limit}."

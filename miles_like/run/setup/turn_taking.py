@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from miles_like.config.run import RunConfig
 from miles_like.protocols import TrainerRanks
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.turns.order import ALL, SleepingRanks, Turns
@@ -20,6 +21,13 @@ async def release_servers(rollout: RolloutSide, urls: Sequence[str]) -> None:
     finally:
         for client in servers.clients:
             await client.close()
+
+
+def released(config: RunConfig) -> str:
+    """The sentence for the log once the servers have released their memory."""
+    ends = f"no server is replaced while both take turns, although publish.replacements = {config.publish.replacements}"
+    lost = f"; {ends}: a run that loses one ends, and --resume goes on" if config.publish.replacements else ""
+    return f"rollout servers have released their memory; the trainer starts{lost}"
 
 
 class TurnTaking:
