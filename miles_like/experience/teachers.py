@@ -32,7 +32,7 @@ from miles_like.types import (
     SampleGroup,
 )
 from rollout.concurrency import all_or_first_error
-from rollout.sglang.client import RolloutError, ServerClient
+from rollout.sglang.client import NoAnswer, RolloutError, ServerClient
 from rollout.wire.scores import PromptScores
 
 PromptOf = Callable[[Prompt], Sequence[int]]  # prompt tokens that a teacher is fed
@@ -108,7 +108,7 @@ class TeacherProcess:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTeacher:
     """A teacher on one or several equal servers; each scores a share of the sequences. A request that fails is sent
-    again, `_TRIES` times in all."""
+    again, `_TRIES` times in all; one of the rollout's that does not answer is passed over."""
 
     name: str
     clients: Sequence[ServerClient]
@@ -161,10 +161,13 @@ class ServerTeacher:
             try:
                 scores = await client.score_after(texts, start, top=self.top_k)
                 break
-            except RolloutError:
-                if not left or not self.own:  # servers of the rollout are the run's affair
+            except RolloutError as e:
+                if not left or not (self.own or (isinstance(e, NoAnswer) and len(self.clients) > 1)):
                     raise
-            client = client if self.started is None else await self.started.after(client, self.name)
+            if not self.own:  # a server of the rollout, which the run replaces; another has the same weights
+                client = self.clients[(self.clients.index(client) + 1) % len(self.clients)]
+            elif self.started is not None:
+                client = await self.started.after(client, self.name)
         return [self._scores_of(of, len(response), client) for of, (_, response) in zip(scores, asked, strict=True)]
 
     def _scores_of(self, of: PromptScores, r: int, client: ServerClient) -> TeacherScores:

@@ -22,6 +22,7 @@ from miles_like.verify.gate import check_before_start
 from miles_like.verify.known_answer import KnownAnswer
 from miles_like.verify.live import Comparison
 from miles_like.verify.report import Report
+from rollout.episodes.pool import Lost
 from rollout.seeds import seed_of
 from rollout.sglang.client import ServerClient
 
@@ -103,7 +104,7 @@ class RunChecks:
             report, _ = await self._settle(step, report)
         if self.check_prompts:
             began = time.perf_counter()
-            found = await self._of(step).short(self.clients, flush=True)
+            found = await self._of(step).short(self.clients, flush=True, lost=self._lost)
             check_before_start(found, self.console, time.perf_counter() - began)
         if report is None or self.check_prompts:  # with turns the comparison has published once more
             report, _ = await self._settle(step, report)
@@ -130,7 +131,7 @@ class RunChecks:
     async def _compare(self, step: int) -> None:
         found: list[Report] = []
         for attempt in range(2):
-            found.append(await self._of(step, attempt).short(self.clients, flush=self.idle))
+            found.append(await self._of(step, attempt).short(self.clients, flush=self.idle, lost=self._lost))
             if found[-1].ok:
                 return
         raise RuntimeError(
@@ -138,6 +139,15 @@ class RunChecks:
             f"{self.check_prompts} prompts failed; nothing of this step is saved: `miles-like verify` attributes the "
             "gap to its causes, --resume goes on from the last checkpoint"
         )
+
+    @property
+    def _lost(self) -> Lost | None:
+        """Of a comparison, which samples on the servers that answer; the others are replaced after it, or at the next
+        publication."""
+        return self._report if self.replacements is not None and self.replacements.left else None
+
+    def _report(self, why: str) -> None:
+        self.console.print(f"{'':12}{why}; what it was asked is asked of others", markup=False, soft_wrap=True)
 
     async def before_training(self, step: int) -> None:
         """Raises RuntimeError naming server and tensors when a server's weights are not those published last. Checks

@@ -31,7 +31,7 @@ from miles_like.types import (
     TrainBatch,
     VersionSpan,
 )
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import NoAnswer, RolloutError, SGLangClient
 from rollout.wire.scores import PromptScores
 from tests.support.embedded_fixtures import oracle, save, served, service
 from tests.support.refusals import refuses
@@ -339,13 +339,13 @@ def test_the_error_of_an_early_request_is_raised_where_its_scores_are_needed() -
 class Flaky:
     """A client that fails so many times, then gives -1 for every token."""
 
-    def __init__(self, failures: int, url: str = "http://here") -> None:
-        self.failures, self.url, self.closed = failures, url, False
+    def __init__(self, failures: int, url: str = "http://here", kind: type[RolloutError] = RolloutError) -> None:
+        self.failures, self.url, self.kind, self.closed = failures, url, kind, False
 
     async def score_after(self, texts: Sequence[Tensor], start: int, *, top: int) -> list[PromptScores]:
         self.failures -= 1
         if self.failures >= 0:
-            raise RolloutError(f"server {self.url} closed the connection")
+            raise self.kind(f"server {self.url} closed the connection")
         return [
             PromptScores(logprobs=np.full(len(t) - 1 - start, -1.0, np.float32), top=None, routed_experts=None)
             for t in texts
@@ -385,6 +385,19 @@ def test_a_request_is_sent_three_times(failures: int, monkeypatch: pytest.Monkey
         else:
             with refuses(RolloutError, "big", "http://here"):
                 asyncio.run(scored)
+
+
+def test_a_server_of_the_rollout_that_does_not_answer_is_passed_over() -> None:
+    """The run replaces it at the next publication; its own teacher's servers are asked again where they are. A refusal
+    is no such failure: every server gives it."""
+    dead, alive = Flaky(1 << 30, "http://dead", NoAnswer), Flaky(0, "http://alive")
+    both: Any = (dead, alive)
+    (first, second) = asyncio.run(ServerTeacher(name="self", clients=both, at_once=1, own=False).score(groups()))
+    assert [len(s.logprobs) for s in (*first, *second)] == [3, 5, 1, 0]
+    refusing: Any = (Flaky(1, "http://refuses"), alive)
+    for clients, url in ((both[:1], "http://dead"), (refusing, "http://refuses")):
+        with refuses(RolloutError, "self", url):
+            asyncio.run(ServerTeacher(name="self", clients=clients, at_once=1, own=False).score(groups()))
 
 
 def test_a_server_that_ends_again_and_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from rich.console import Console
 
-from miles_like.types import PublishReport, SamplingParams
+from miles_like.types import Prompt, PublishReport, SamplingParams
+from miles_like.verify.live import Comparison as LiveComparison
 from miles_like.verify.server_checks import RunChecks, differing
 from rollout.sglang.client import NoAnswer
 from rollout.wire.control import ChecksumReply, RankReply
+from tests.support.fakes import FakeEngine
 from tests.support.refusals import refuses
 
 HELD = {"a": "1", "b": "2"}
@@ -46,7 +49,7 @@ class Comparison:
     prompts: Any = ()
     params: SamplingParams = PARAMS
 
-    async def short(self, clients: Any, *, flush: bool) -> Any:
+    async def short(self, clients: Any, *, flush: bool, lost: Any) -> Any:
         self.log.append((list(self.prompts), self.params.sampling_seed, flush))
         return self.answers.pop(0) if self.answers else GOOD
 
@@ -100,6 +103,47 @@ def test_only_two_comparisons_that_agree_end_a_run() -> None:
     made, _ = checks(answers=(GOOD, BAD, BAD))
     with refuses(RuntimeError, 2, "KL", "--resume"):
         steps(made, 2)
+
+
+def test_a_server_that_dies_in_a_comparison_is_left_out_where_it_is_replaced() -> None:
+    """The comparison of a run, with a server that does not answer: the other one's samples are compared."""
+
+    class Engine(FakeEngine):
+        def __init__(self, url: str, dead: bool) -> None:
+            super().__init__()
+            self.url, self.dead, self.flushed = url, dead, 0
+
+        async def generate(self, prompts: Any, *, n: int, params: SamplingParams) -> Any:
+            if self.dead:
+                raise NoAnswer(f"server {self.url} died")
+            return await super().generate(prompts, n=n, params=params)
+
+        async def flush_cache(self) -> None:
+            if self.dead:
+                raise NoAnswer(f"server {self.url} died")
+            self.flushed += 1
+
+    @dataclass(frozen=True, kw_only=True)
+    class Compared(LiveComparison):
+        async def of(self, groups: Any) -> Any:
+            sampled.append(len(groups))
+            return GOOD
+
+    sampled: list[int] = []
+    prompts = [Prompt(id=str(i), token_ids=(1, 2, 3), answer="") for i in range(4)]
+    nothing: Any = None
+    live: Any = Compared(trainer=nothing, replay=False, prompts=(), params=PARAMS, bounds=nothing, allowed=nothing)
+    left: Any = SimpleNamespace(left=1, serve=lambda: None, expect=lambda: None)
+    for replacements, ends in ((left, False), (None, True), (SimpleNamespace(left=0), True)):
+        servers: Any = (Engine("http://a", dead=True), Engine("http://b", dead=False))
+        made, _ = checks(*servers, comparison=live, prompts=prompts, replacements=replacements, checksums_every=0)
+        if ends:
+            with pytest.raises(NoAnswer, match="http://a"):
+                asyncio.run(made.at_start(0, None))
+            continue
+        asyncio.run(made.at_start(0, None))
+        assert sampled == [3] and servers[1].flushed == 1
+        assert "http://a died; what it was asked is asked of others" in made.console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_server_that_holds_other_weights_than_were_published_is_named_with_its_tensors() -> None:
