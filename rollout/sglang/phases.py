@@ -62,9 +62,10 @@ _ERROR = re.compile(
 class FollowedLog:
     """Reads a log as it grows. Phases only advance: the ranks of a server write into one log, each at its own time."""
 
-    def __init__(self, log: Path, phases: tuple[Phase, ...]) -> None:
+    def __init__(self, log: Path, phases: tuple[Phase, ...], start: int = 0) -> None:
+        """start: byte from which the lines are this server's."""
         self._log, self._phases = log, phases
-        self._offset, self._rest = log.stat().st_size if log.exists() else 0, ""
+        self._offset, self._rest = start, ""
         self._reached = 0
 
     def phase(self) -> Phase:
@@ -81,12 +82,13 @@ class FollowedLog:
         return self._phases[self._reached]
 
 
-def last_error(log: Path) -> str:
-    """The last line of a log that looks like an error; if there is none, the last line."""
+def last_error(log: Path, start: int = 0) -> str:
+    """The last line of a log that looks like an error; if there is none, the last line. start: byte from which the
+    lines are a server's; those before are of one in whose place it was started."""
     if not log.exists():
         return "(no log)"
     with log.open("rb") as f:
-        f.seek(max(0, log.stat().st_size - _TAIL))
+        f.seek(max(start, log.stat().st_size - _TAIL))
         lines = [line.strip() for line in f.read().decode("utf-8", "replace").splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR.search(line)]
     return (errors or lines or ["(an empty log)"])[-1][:1000]

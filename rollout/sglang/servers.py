@@ -41,6 +41,7 @@ class ServerHandle:
     """A running server process and its child processes. As a context manager it stops them on exit.
 
     key_file: read by the server when it starts; removed once the server answers or is stopped. name: for messages.
+    log_start: byte of the log from which the lines are this server's.
     """
 
     def __init__(
@@ -50,9 +51,11 @@ class ServerHandle:
         log: Path,
         key_file: Path | None = None,
         name: str | None = None,
+        log_start: int = 0,
     ) -> None:
         self.url = url
         self.log = log
+        self.log_start = log_start
         self.name = name or f"server {url}"
         self.ended_at: float | None = None  # by the monotonic clock, in seconds
         self._process = process
@@ -226,6 +229,7 @@ def start(
     task = Task(os.getpid(), environment.foreign, tuple(environment.secrets), command, modules)
     guard = [sys.executable, "-m", "rollout.guard", *task.words()]
     with log.open("ab") as out:
+        log_start = out.tell()
         process = subprocess.Popen(
             guard,
             stdin=subprocess.DEVNULL,
@@ -234,7 +238,7 @@ def start(
             start_new_session=True,
             env={**environment_with(key), **environment.plain, **environment.secrets},
         )
-    return ServerHandle(url, process, log, key_file, name)
+    return ServerHandle(url, process, log, key_file, name, log_start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ class Startup:
     def _begin(self) -> None:
         port = free_port(self._launch.host) if self._launch.port is None else self._launch.port
         self.handle = begin(self._launch, port)
-        self._log = FollowedLog(self.handle.log, _PHASES[self._launch.config.engine])
+        self._log = FollowedLog(self.handle.log, _PHASES[self._launch.config.engine], self.handle.log_start)
         url = self.handle.url
         self._http = httpx.Client(base_url=url, timeout=_HEALTH_S, trust_env=False, verify=tls(url))
         self._spent: dict[str, float] = {}  # seconds, by the key of their limit
@@ -120,7 +120,7 @@ class Startup:
 
     def _failed(self, what: str, phase: str, when: float) -> Progress:
         handle, doing = self.handle, "" if self._up else f" while {phase}"
-        why = f"{handle.name} {what}{doing}; its log {handle.log} says: {last_error(handle.log)}"
+        why = f"{handle.name} {what}{doing}; its log {handle.log} says: {last_error(handle.log, handle.log_start)}"
         handle.stop()
         self._http.close()
         self._failure = Progress(handle.url, phase, failure=why, failed_at=when)

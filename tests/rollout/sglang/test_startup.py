@@ -16,6 +16,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -200,7 +201,8 @@ def test_a_port_of_a_stock_server_that_is_in_use_is_named_before_it_starts(stock
 class Stranger:
     """A context manager: another run's server, which answers /health at a port."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int | None) -> None:
+        assert port is not None
         self.asked: list[str] = []
         asked = self.asked
 
@@ -239,7 +241,7 @@ def test_a_server_of_another_run_that_answers_at_the_port_is_not_taken_for_this_
     if engine != "sglang":
         (program := tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
         program.chmod(0o700)
-        given = {"engine": engine, "sglang": SGLangFlags(), "vllm": VLLMFlags(python=str(program))}
+        given: dict[str, Any] = {"engine": engine, "sglang": SGLangFlags(), "vllm": VLLMFlags(python=str(program))}
         if engine == "embedded":
             del given["vllm"]
         launch = replace(launch, config=RolloutConfig(start_timeout_s=2, **given), dist_init_addr=None)
@@ -293,7 +295,7 @@ def test_a_log_is_followed_as_it_grows(tmp_path: Path) -> None:
     """Lines come in pieces, from ranks that are not at the same point; what was in the file before does not count."""
     log = tmp_path / "log"
     log.write_text("The server is fired up and ready to roll!\n")
-    followed, seen = FollowedLog(log, STOCK), list[str]()
+    followed, seen = FollowedLog(log, STOCK, log.stat().st_size), list[str]()
     pieces = (
         "Init parallel beg",
         "in.\n",
@@ -333,3 +335,12 @@ def test_the_last_error_of_a_log(tmp_path: Path, text: str, line: str) -> None:
     (tmp_path / "log").write_text(text)
     assert last_error(tmp_path / "log") == line
     assert last_error(tmp_path / "none") == "(no log)"
+
+
+def test_an_error_of_a_server_before_is_not_that_of_the_one_in_its_place(stock: Callable[..., ServerLaunch]) -> None:
+    launch = stock("sys.exit(3)\n")
+    launch.log_dir.mkdir()
+    (launch.log_dir / f"sglang_{launch.port}.0.log").write_text("CUDA error: out of memory\n")
+    with pytest.raises(RolloutError, match="exit code 3") as caught:
+        launch_server(launch)
+    assert "out of memory" not in str(caught.value)
