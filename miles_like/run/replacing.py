@@ -52,6 +52,9 @@ class RunReplacements:
     def expect(self) -> None:
         self.pool.expect()
 
+    def leave_out(self, urls: Collection[str]) -> None:
+        self.pool.leave_out(urls)
+
     async def publish(self, version: int, urls: Collection[str]) -> PublishReport:
         self.pool.leave_out(set(self.urls) - set(urls))
         return await self._publish(version, urls, joins=False)

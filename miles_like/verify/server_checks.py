@@ -43,6 +43,9 @@ class Replacements(Protocol):
     def expect(self) -> None:
         """A publication begins. Requests to a server that does not answer are sent to others, or wait."""
 
+    def leave_out(self, urls: Collection[str]) -> None:
+        """Sends no further request to these servers until `serve`."""
+
     async def publish(self, version: int, urls: Collection[str]) -> PublishReport:
         """Publishes to some of the servers."""
 
@@ -168,7 +171,10 @@ class RunChecks:
         publication so far; it is returned with what was sent since. Also returns metrics."""
         faults = [] if report is None else list(report.failed)
         wrong, gap = await self._wrong({c.url for c in self.clients} - {f.url for f in faults})
-        if (faults := [*faults, *wrong]) and any(f.answers for f in faults):
+        faults += wrong
+        if faults and self.replacements is not None:  # what a server computes with other weights would be trained
+            self.replacements.leave_out({f.url for f in faults})
+        if any(f.answers for f in faults):
             report, faults, gap = await self._again(step, report, faults)
         while faults:
             report, faults, more = await self._replace(step, report, faults)

@@ -84,6 +84,15 @@ def test_a_second_publication_leaves_out_what_does_not_answer() -> None:
     assert world.log == [("connect", [A], False), ("publish", 4), ("connect", [A, B], False)]
 
 
+def test_a_server_that_is_left_out_is_asked_again_once_it_serves() -> None:
+    world = World()
+    world.made.expect()
+    world.made.leave_out({B})
+    assert sorted(world.pool._out) == [1]
+    world.made.serve()
+    assert not world.pool._out and not world.log, "it has the weights of the others, and all are connected"
+
+
 def test_a_server_that_does_not_start_is_counted() -> None:
     """The run ends with its error."""
     world = World()

@@ -236,6 +236,7 @@ class Spares:
     done: int = 0
     log: list[Any] = field(default_factory=list)
     joins: list[PublishReport] = field(default_factory=list)  # the first reports; clean ones then
+    left_out: list[Any] = field(default_factory=list)  # (servers, entries of `log` before)
 
     @property
     def left(self) -> int:
@@ -258,6 +259,9 @@ class Spares:
     async def join(self, version: int, urls: Any) -> PublishReport:
         self.log.append(("join", sorted(urls)))
         return self.joins.pop(0) if self.joins else report(version)
+
+    def leave_out(self, urls: Any) -> None:
+        self.left_out.append((sorted(urls), len(self.log)))
 
     def serve(self) -> None:
         self.log.append("serve")
@@ -284,6 +288,7 @@ def test_a_server_that_differs_twice_is_replaced() -> None:
     made, sent, spares = replacing(Server(), Server([0.1, 0.1, 0.1], B))
     figures = after(made)
     assert sent == [3] and spares.log == ["expect", ("replace", [B]), ("join", [B]), "serve"]
+    assert spares.left_out == [([B], 1)], "before anything is sent or started for it"
     assert (figures["sync/republications"], figures["sync/replacements"]) == (1.0, 1.0)
     assert after(made)["sync/replacements"] == 0.0
 
