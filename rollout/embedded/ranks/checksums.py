@@ -40,24 +40,23 @@ _DIFFERENT = "rows that two ranks hold differ"
 
 
 def _brought(own: Tensor, parts: Mapping[int, range], exchange: GlooExchange) -> Tensor | None:
-    """The whole tensor; None where ranks hold the same rows with different bytes."""
-    found: list[Tensor] = []
-    done = 0
-    alike = True
+    """The whole tensor; None where ranks hold the same rows with different bytes. parts: the rows of each rank, which
+    begin no later than those of the next one."""
+    whole: Tensor | None = None
+    done, alike = 0, True
     for rank, rows in parts.items():
         tensor = own
         if rank != exchange.rank:
             tensor = exchange.receive(torch.empty(len(rows), *own.shape[1:], dtype=own.dtype), rank)
-        again = done - rows.start  # a row of scales of a block in which one rank's rows end and the next one's begin
-        if again:
-            alike &= torch.equal(_raw(found[-1][-again:]), _raw(tensor[:again]))
-        found.append(tensor[again:])
+        raw = tensor.contiguous().view(-1).view(torch.uint8).view(len(rows), -1)  # nan is equal to itself
+        if whole is None:
+            whole = raw.new_empty(max(r.stop for r in parts.values()), raw.shape[1])
+        again = done - rows.start  # rows of scales of a block that several ranks have a part of
+        alike &= torch.equal(whole[rows.start : done], raw[:again])
+        whole[done : rows.stop] = raw[again:]
         done = rows.stop
-    return torch.cat([_raw(t) for t in found]).view(own.dtype) if alike else None
-
-
-def _raw(t: Tensor) -> Tensor:
-    return t.contiguous().view(torch.uint8)
+    assert whole is not None, "a tensor that no rank holds"
+    return whole.view(own.dtype).view(-1, *own.shape[1:]) if alike else None
 
 
 def merged(of_ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -65,9 +64,12 @@ def merged(of_ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
     out: dict[str, str] = {}
     for rank, sums in enumerate(of_ranks):
         for name, digest in sums.items():
-            if digest == _DIFFERENT or out.setdefault(name, digest) != digest:
-                raise ValueError(
-                    f"the ranks of this server hold different bytes of {name} (rank {rank} and one before it): start "
-                    "it again"
-                )
+            if digest == _DIFFERENT:
+                raise ValueError(_apart(name, "rows that two of them hold"))
+            if out.setdefault(name, digest) != digest:
+                raise ValueError(_apart(name, f"rank {rank} and one before it"))
     return out
+
+
+def _apart(name: str, which: str) -> str:
+    return f"the ranks of this server hold different bytes of {name} ({which}): start it again"

@@ -3,8 +3,8 @@ one rank bit for bit, and together its ranks hold the weights once, but for copi
 
 Why it must hold: a trainer is compared with the server bit by bit, whatever the server's layout; and ranks that hold
 more than their slices are no help for a model that does not fit on one. Tokens, log-probs, prompt scores, routes and
-gate weights of both kinds of attention, with experts and without, in two dtypes, with weights of several formats,
-before and after a publication from tensors and one from disk.
+gate weights of both kinds of attention, with experts and without, in two dtypes, with weights of every format and with
+rounded inputs, before and after a publication from tensors and one from disk.
 
 Not covered: ranks that end (test_lost_ranks.py), the prefix cache and pauses (tests/laws/test_prefix_cache.py), speed.
 """
@@ -44,6 +44,10 @@ FORMATS = {
     "fp8, large blocks": QuantSpec.of(QuantFormat.FP8),  # slices lie within one block
     "int4": QuantSpec.of(QuantFormat.INT4),
     "nvfp4": QuantSpec.of(QuantFormat.NVFP4),
+    "fp8-ue8m0": QuantSpec.of(QuantFormat.FP8_UE8M0, **BLOCKS),  # type: ignore[arg-type]
+    "mxfp8": QuantSpec.of(QuantFormat.MXFP8),
+    "mxfp8, inputs too": QuantSpec.of(QuantFormat.MXFP8),
+    "mxfp4": QuantSpec.of(QuantFormat.MXFP4),
 }
 CASES = [  # model, format, dtype, layout
     ("mla", None, "float32", "ep2"),
@@ -55,6 +59,10 @@ LONG = [
     *((model, None, "float32", "tp2") for model, hf in CONFIGS.items() if hf["num_key_value_heads"] % 2 == 0),
     *((model, None, "float32", "ep2") for model in ("tiny", "biases_tied", "qwen_biases", "glm_groups")),
     *(("mla", how, "bfloat16", layout) for how in ("fp8", "int4", "nvfp4") for layout in ("tp2", "ep2", "tp4, ep2")),
+    *(("mla", how, "bfloat16", "ep2") for how in ("fp8-ue8m0", "mxfp4", "mxfp8, inputs too")),
+    ("gqa", "mxfp8, inputs too", "bfloat16", "ep2"),
+    ("gqa", "mxfp8", "bfloat16", "tp2"),
+    ("mla, mtp", None, "float32", "tp2"),
 ]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -141,6 +149,7 @@ def test_ranks_answer_as_one(model: str, how: str | None, dtype: str, layout: st
         "dtype": DTYPES[dtype],
         "ops": ExactOps(),
         "weights": "codes" if how == "fp8" else "decoded",
+        "activations": "fp8" if how == "mxfp8, inputs too" else "none",
     }
     one = Service(paths[0], LIMITS, **named)
     several = divided(paths[0], LIMITS, layout, **named)
