@@ -136,6 +136,16 @@ class Service:
         session = self._update_session(version)
         self._memory.require_weights()
         self.require_flushable(flush_cache)
+        try:
+            self._stage(session, tensors)
+        except Exception as e:  # some ranks may have tensors of this request that others lack
+            session.refused = session.refused or f"{type(e).__name__}: {e}"
+            raise
+        session.version = version if version is not None else session.version
+        session.touch()
+
+    def _stage(self, session: UpdateSession, tensors: Iterable[NamedTensor]) -> None:
+        """On all ranks."""
         others = [(self.part.slices.of(rank), list[SentTensor]()) for rank in range(1, self._crew.size)]
         for name, tensor in tensors:
             if session.add(name, tensor):
@@ -143,8 +153,6 @@ class Service:
                     if (piece := self.store.cut(name, tensor, slices)) is not None:
                         sent.append(SentTensor.of(name, piece))
         self._crew.together(lambda: None, "stage", each=[(sent,) for _, sent in others])
-        session.version = version if version is not None else session.version
-        session.touch()
 
     def end_update(self, version: str | None = None) -> None:
         """Applies the staged tensors. Raises ValueError when they are incomplete; all old weights then stay. After a
@@ -291,10 +299,18 @@ class Service:
 
     def resume(self, tags: Collection[MemoryTag]) -> dict[str, int]:
         """Makes the memory of `tags` usable again; returns `held`. The cache is empty; the weights take up memory with
-        the update that replaces them. Raises ValueError, without effect, for memory that is not released."""
+        the update that replaces them. Raises ValueError, without effect, for memory that is not released, and without
+        effect the error of an allocation that fails."""
         self._memory.resume(tags)
-        cache = MemoryTag.KV_CACHE in tags
-        self._crew.together(self.engine.cache.allocate_memory if cache else lambda: None, "resume", cache)
+        own, cache = self.engine.cache, MemoryTag.KV_CACHE in tags
+        try:
+            self._crew.together(own.allocate_memory if cache else lambda: None, "resume", cache)
+        except RankLost:
+            raise
+        except Exception:  # there is not enough: nothing of it is kept, so that the request can be sent again
+            self._memory.release(tags)
+            self._crew.together(own.free_memory if cache else lambda: None, "release", cache, False)
+            raise
         self.engine.refusal = self._memory.refusal
         return self.held()
 

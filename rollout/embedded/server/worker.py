@@ -6,10 +6,11 @@ samples in an inconsistent state, ends the engine; all waiting futures then fail
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -158,7 +159,7 @@ class EngineWorker:
             waiting: list[Future[Any]] = [*(t.future for t in self._inbox), *self._pending]
             self._inbox.clear()
         for future in waiting:
-            if not future.done():
+            with contextlib.suppress(InvalidStateError):  # the engine's thread may finish it at this moment
                 future.set_exception(self._stopped())
 
     def _stopped(self) -> EngineStopped:

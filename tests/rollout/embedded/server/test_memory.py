@@ -270,3 +270,28 @@ def test_refusals_over_http_are_sentences(path: Path, monkeypatch: pytest.Monkey
         assert "is released" in refused("/generate", {"input_ids": [5]})
         assert "is released" in refused("/weights_checker", {})
         assert http.get("/health").status_code == 200
+
+
+def test_memory_that_is_not_there_when_it_is_resumed_is_asked_for_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of it had been allocated by then; it is free again."""
+    s = service(path)
+    before = answer(s)
+    s.release([KV])
+    cache, zeros, left = s.engine.cache, torch.zeros, iter((True, False))
+
+    def scarce(*shape: Any, **how: Any) -> torch.Tensor:
+        if not next(left, True):
+            raise RuntimeError("not enough memory")
+        return zeros(*shape, **how)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(torch, "zeros", scarce)
+        with pytest.raises(RuntimeError, match="not enough memory"):
+            s.resume([KV])
+    assert cache.nbytes == 0
+    with refuses(ValueError, "kv_cache"):
+        s.engine.submit(spec([5]), lambda done: None)
+    s.resume([KV])
+    assert answer(s) == before
