@@ -82,7 +82,20 @@ class _Composer:
             host=self._host(),
             disk=disk,
             imbalance=self.imbalance,
+            not_planned=tuple(self._not_planned()),
         )
+
+    def _not_planned(self) -> Iterator[str]:
+        """Servers of which no memory is planned."""
+        servers = self.config.servers
+        if servers is not None and self.engine is None:
+            on_gpus = self.gpus and servers.engine != "embedded"
+            ranks = servers.embedded.tp_size if servers.engine == "embedded" else servers.gpus_per_server
+            each = f" of {ranks} {'GPUs' if on_gpus else 'ranks'} each" if ranks > 1 else ""
+            where = "on GPUs" if on_gpus else "on the host"
+            yield f"rollout servers ({servers.servers} x {servers.engine}{each}, {where})"
+        if servers is not None and (teachers := self.config.distillation.servers):
+            yield f"servers of teachers ({teachers})"
 
     def _ranks(self) -> Iterator[tuple[Role, RankPlans]]:
         trainer = trainer_config(self.config, Path())

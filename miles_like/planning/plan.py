@@ -74,6 +74,7 @@ class Plan:
     host: HostPlan
     disk: DiskPlan | None  # None: sizes are known only once the model is fetched
     imbalance: float
+    not_planned: tuple[str, ...] = ()  # servers whose memory is in none of these figures
     step_s: Mapping[str, float] | None = field(default=None)
 
     @property
@@ -102,7 +103,10 @@ class Plan:
         where = f"{worst.name} while {worst.worst}: {gib(worst.peak)} of {gib(self.device.memory)} GiB"
         if problems := self.problems():
             return "does not fit: " + "; ".join(problems)
-        return f"fits, with {self.spare:.0%} of {with_article(self.device.name)} to spare on the fullest ({where})"
+        rest = f"; not planned: {', '.join(self.not_planned)}" if self.not_planned else ""
+        return (
+            f"fits, with {self.spare:.0%} of {with_article(self.device.name)} to spare on the fullest ({where}){rest}"
+        )
 
     def _of_gpus(self) -> list[str]:
         over = [stage for stage in self.stages if stage.peak > self.device.memory]

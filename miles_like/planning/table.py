@@ -131,6 +131,7 @@ def lines_of(plan: Plan) -> list[str]:
             f"servers: {plan.servers}, each GPU with {gib(engine.weights)} GiB of weights and a cache of "
             f"{gib(max(engine.cache, 0))} GiB; a server's cache holds {engine.tokens:,} tokens of {engine.cell:,} bytes"
         )
+    lines += [f"not planned: memory of {what}" for what in plan.not_planned]
     host = plan.host
     parts = ", ".join(f"{name} {gib(n)}" for name, n in host.parts.items() if n)
     of = f" of {gib(host.memory)}" if plan.on_gpus else ""
@@ -164,6 +165,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "verdict": plan.verdict(),
         "problems": plan.problems(),
+        "not_planned": list(plan.not_planned),
         "spare": round(plan.spare, _DIGITS) if plan.on_gpus else None,
         "device": plan.device.name,
         "device_gib": _gib(plan.device.memory),

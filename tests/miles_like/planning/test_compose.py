@@ -8,6 +8,7 @@ from miles_like.config.load import load_config
 from miles_like.planning.compose import step_shape
 from miles_like.planning.memory.parts import PHASES, total
 from miles_like.planning.plan import Plan
+from miles_like.planning.table import lines_of, plan_json
 from tests.support.plans import path_of, planned
 
 SPLIT = ("cluster.colocate=false", "cluster.nodes=32")
@@ -86,3 +87,36 @@ def test_ranks_without_gpus_are_planned_and_never_refused() -> None:
 def test_a_larger_device_has_more_to_spare() -> None:
     spare = {name: planned("qwen3_4b", f"cluster.device={name}").spare for name in ("H100", "H200", "B200")}
     assert spare["H100"] < spare["H200"] and spare["H100"] < spare["B200"]
+
+
+VLLM = ("rollout.engine=vllm", "rollout.vllm.tensor_parallel_size=2", "rollout.servers=4", "cluster.colocate=false")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "sentence"),
+    [
+        ("tiny", (), "rollout servers (1 x embedded, on the host)"),
+        (
+            "tiny_bf16",
+            ("rollout.embedded.tp_size=2", "rollout.embedded.ep_size=2"),
+            "rollout servers (1 x embedded of 2 ranks each, on the host)",
+        ),
+        (
+            "qwen3_4b",
+            (*VLLM, "cluster.nodes=2", "publish.path=disk", "replay.mode=off"),
+            "rollout servers (4 x vllm of 2 GPUs each, on GPUs)",
+        ),
+        ("opd_deepseek_v3", (), "servers of teachers (1)"),
+    ],
+)
+def test_servers_that_are_not_planned_are_named(name: str, overrides: tuple[str, ...], sentence: str) -> None:
+    """A plan that says of a run that it fits would otherwise be taken for one of all of its processes."""
+    plan = planned(name, *overrides)
+    assert plan.not_planned == (sentence,) and f"not planned: memory of {sentence}" in lines_of(plan)
+    assert plan_json(plan)["not_planned"] == [sentence]
+    assert plan.verdict().endswith(f"; not planned: {sentence}") == plan.on_gpus
+
+
+def test_servers_of_stock_sglang_are_planned() -> None:
+    plan = planned("qwen3_4b")
+    assert not plan.not_planned and "not planned" not in "".join([plan.verdict(), *lines_of(plan)])
