@@ -87,7 +87,7 @@ def compare_states(trainer: Tensor, rollout: Tensor, *, rounding: float, of_stre
     change = torch.cat([b[:, :1], b.diff(dim=1)], 1)
     made = change.norm(dim=-1)
     error = torch.cat([(a - b)[:, :1], (a - b).diff(dim=1)], 1).norm(dim=-1)
-    relative = apart / size
+    relative = torch.where(apart == 0, 0.0, apart / size)  # a token whose embedding is zero has no stream to compare
     inputs = torch.cat([torch.zeros_like(relative[:, :1]), relative[:, :-1]], 1).cummax(0).values
     explained = _GAIN * inputs * made + _ROUNDINGS * (rounding * made + of_stream * size)
     return [_worst(i, error[:, i], explained[:, i], made[:, i], relative[:, i]) for i in range(a.shape[1])]

@@ -48,6 +48,17 @@ def test_tokens_differ_by_what_they_attend_to() -> None:
         assert found[3].differs == differs, token
 
 
+def test_a_token_whose_embedding_is_zero_is_no_difference() -> None:
+    """As that of a padding token: it has no relative difference, and the tokens after it keep theirs."""
+    states = streams()
+    states[1] -= states[1, :1].clone()
+    other = states * (1 + 2**-9 * torch.randn(states.shape, generator=torch.Generator().manual_seed(1)))
+    bf16 = {"rounding": 2**-8, "of_stream": 2**-8}
+    assert not states[1, 0].any() and not any(part.differs for part in compare_states(other, states, **bf16))
+    other[3, 5:] += states[3, 5].norm()
+    assert next(part.state for part in compare_states(other, states, **bf16) if part.differs) == 5
+
+
 def test_parts_are_named() -> None:
     assert [part_name(i) for i in (0, 1, 2, 7)] == [
         *("the embedding", "the attention of layer 0", "the MLP of layer 0", "the attention of layer 3")
