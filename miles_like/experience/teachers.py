@@ -30,6 +30,7 @@ from miles_like.types import (
     Prompt,
     Sample,
     SampleGroup,
+    ServerLost,
 )
 from rollout.concurrency import all_or_first_error
 from rollout.sglang.client import NoAnswer, RolloutError, ServerClient
@@ -70,8 +71,8 @@ class Teacher(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class TeacherProcess:
-    """A server that the run has started for a teacher. One that has ended is started again, with the weights of its
-    directory, `restarts` times in a run.
+    """A server that the run has started for a teacher. One that has ended, or does not answer a request that is sent
+    again, is started again, with the weights of its directory, `restarts` times in a run.
 
     ended: whether its process has ended. restart: starts it again and returns a client; raises RuntimeError where it
     does not come up. Both block. say: called with what happened.
@@ -84,19 +85,22 @@ class TeacherProcess:
     restarts: int = 3
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def after(self, failed: ServerClient, name: str) -> ServerClient:
-        """The client to ask again with after a request with `failed` has failed. Raises RolloutError for a server that
+    async def after(self, failed: ServerClient, name: str, *, hangs: bool = False) -> ServerClient:
+        """The client to ask again with after a request with `failed` has failed. hangs: the server has not answered
+        more than once, so that it is started again whether it has ended or not. Raises RolloutError for a server that
         has ended too often or does not come up."""
         async with self._lock:
             if self.client is not failed:  # another request of the same time found it
                 return self.client
             await asyncio.sleep(_PAUSE_S)  # a connection is closed before its process has ended
-            if not await asyncio.to_thread(self.ended):
+            ended = await asyncio.to_thread(self.ended)
+            if not (ended or hangs):
                 return failed
+            what = "has ended" if ended else "does not answer"
             if not self.restarts:
-                raise RolloutError(f"server {failed.url} has ended again, and was started again as often as a run does")
+                raise RolloutError(f"server {failed.url} {what} again, and was started again as often as a run does")
             self.restarts -= 1
-            self.say(f"the server of teacher {name!r} ({failed.url}) has ended; it is started again")
+            self.say(f"the server of teacher {name!r} ({failed.url}) {what}; it is started again")
             try:
                 self.client = await asyncio.to_thread(self.restart)
             except RuntimeError as e:
@@ -164,10 +168,13 @@ class ServerTeacher:
             except RolloutError as e:
                 if not left or not (self.own or (isinstance(e, NoAnswer) and len(self.clients) > 1)):
                     raise
+                hangs = isinstance(e, ServerLost) and left == 1
             if not self.own:  # a server of the rollout, which the run replaces; another has the same weights
                 client = self.clients[(self.clients.index(client) + 1) % len(self.clients)]
-            elif self.started is not None:
-                client = await self.started.after(client, self.name)
+            elif self.started is None:
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                client = await self.started.after(client, self.name, hangs=hangs)
         return [self._scores_of(of, len(response), client) for of, (_, response) in zip(scores, asked, strict=True)]
 
     def _scores_of(self, of: PromptScores, r: int, client: ServerClient) -> TeacherScores:

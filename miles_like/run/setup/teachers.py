@@ -39,7 +39,7 @@ from miles_like.experience.teachers import (
     TrainerTeacher,
     as_it_is,
 )
-from miles_like.hf.checkpoint import HFCheckpoint
+from miles_like.hf.checkpoint import HFCheckpoint, read_config
 from miles_like.hf.teacher_prompt import privileged
 from miles_like.hf.tokenizer import load_tokenizer
 from miles_like.pipeline.cache import cache_of
@@ -72,6 +72,7 @@ class RunTeachers:
         self.config, self.section = config, config.distillation
         self.run_dir, self.student, self.tokenizer, self.console = run_dir, student, tokenizer, console
         self._paths: dict[str, Path] = {}  # of teachers of weights: a converted directory; of servers: Hugging Face's
+        self._vocabularies: dict[str, int] = {}  # tokens of teachers on servers of the run: others end such a server
         self._placement = plan_placement(config.cluster, config.parallel, config.servers, config.teacher_rollouts)
         self._servers: RayServers | None = None
         self._urls: dict[str, str] = {}
@@ -83,7 +84,9 @@ class RunTeachers:
         for name, config in self.section.teachers.items():
             match config.part:
                 case StartedServer(path=source) | MadeServer(make=source):
-                    self._paths[name] = self._on_nodes(self._fetched(name, source), self._slots(name))
+                    files = self._fetched(name, source)
+                    self._vocabularies[name] = int(read_config(files.root)["vocab_size"])
+                    self._paths[name] = self._on_nodes(files, self._slots(name))
                 case SwappedWeights(path=path):
                     self._paths[name] = self._on_nodes(self._shards(name, path), self._placement.of("trainer"))
 
@@ -162,9 +165,11 @@ class RunTeachers:
             case RunningServer(url=url, key_file=key_file):
                 own = client(url, key=None if key_file is None else read_key(Path(key_file)))
             case StartedServer() | MadeServer():
+                tokens = self._vocabularies[name]
+                ours = partial(client, log=self.run_dir / "logs" / "teachers", key=self.key, vocabulary=tokens)
                 return replace(
                     teacher,
-                    started=self._started(name, partial(client, log=self.run_dir / "logs" / "teachers", key=self.key)),
+                    started=self._started(name, ours),
                     other_tokenizer=self._other_tokenizer,
                     own=True,
                     early=self._stock(name),

@@ -339,13 +339,13 @@ def test_the_error_of_an_early_request_is_raised_where_its_scores_are_needed() -
 class Flaky:
     """A client that fails so many times, then gives -1 for every token."""
 
-    def __init__(self, failures: int, url: str = "http://here", kind: type[RolloutError] = RolloutError) -> None:
-        self.failures, self.url, self.kind, self.closed = failures, url, kind, False
+    def __init__(self, failures: int, url: str = "http://here", error: type[RolloutError] = RolloutError) -> None:
+        self.failures, self.url, self.closed, self.error = failures, url, False, error
 
     async def score_after(self, texts: Sequence[Tensor], start: int, *, top: int) -> list[PromptScores]:
         self.failures -= 1
         if self.failures >= 0:
-            raise self.kind(f"server {self.url} closed the connection")
+            raise self.error(f"server {self.url} closed the connection")
         return [
             PromptScores(logprobs=np.full(len(t) - 1 - start, -1.0, np.float32), top=None, routed_experts=None)
             for t in texts
@@ -371,6 +371,31 @@ def test_a_server_that_has_ended_is_started_again_once_for_all_requests(monkeypa
     (first, second) = asyncio.run(teacher.score(groups()))
     assert [len(s.logprobs) for s in (*first, *second)] == [3, 5, 1, 0]
     assert not restarted and dead.closed and teacher.servers == (other,)
+
+
+def test_a_server_that_hangs_is_started_again_at_the_third_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process runs on. One that answers with an error is not: it would answer the same after a start."""
+    monkeypatch.setattr("miles_like.experience.teachers._PAUSE_S", 0.0)
+    for error, restarts in ((NoAnswer, True), (RolloutError, False)):
+        said: list[str] = []
+        hung, other = Flaky(1 << 30, error=error), Flaky(0, "http://other")
+        started = TeacherProcess(client=hung, ended=lambda: False, restart=lambda o=other: o, say=said.append)  # type: ignore
+        teacher = ServerTeacher(name="big", clients=(), at_once=1, started=started)
+        if restarts:
+            assert len(asyncio.run(teacher.score(groups()))) == 2
+            assert said == ["the server of teacher 'big' (http://here) does not answer; it is started again"]
+        else:
+            with refuses(RolloutError, "big", "http://here"):
+                asyncio.run(teacher.score(groups()))
+            assert not said
+
+
+def test_tokens_that_a_teacher_does_not_have_are_not_sent_to_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stock server ends by them. One of the student's is 64."""
+    monkeypatch.setattr("miles_like.experience.teachers._PAUSE_S", 0.0)
+    client: Any = SGLangClient(url, routing=None, vocabulary=64)
+    with refuses(RolloutError, "big", 64, 63):
+        asyncio.run(_scored(ServerTeacher(name="big", clients=[client])))
 
 
 @pytest.mark.parametrize("failures", [2, 3])
