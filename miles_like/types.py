@@ -333,7 +333,8 @@ class SamplingParams:
 
 
 class ServerLost(RuntimeError):
-    """A server does not answer: it has died, hangs, or cannot be reached. What it was asked can be asked elsewhere."""
+    """A server has died, hangs, cannot be reached, or answers that its engine has ended. What it was asked can be asked
+    elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

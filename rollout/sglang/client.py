@@ -75,6 +75,10 @@ class ServerBroke(RolloutError):
     """The server answered with an internal error (HTTP 5xx)."""
 
 
+class EngineEnded(ServerBroke, ServerLost):
+    """The server answered that its engine has ended (HTTP 503): it computes nothing more."""
+
+
 def new_ids(count: int) -> tuple[str, ...]:
     """Unique ids for the prompts of a request, so that a reply to another request is detected."""
     return tuple(uuid.uuid4().hex for _ in range(count))
@@ -114,8 +118,8 @@ def read_json(
         if (remedy := remedies.get(response.status_code)) is not None:
             text += f"; {remedy}"
         look = f"; see the end of {log}" if log else ""
-        kind = RolloutError if response.status_code < 500 else ServerBroke
-        raise kind(f"server {url} refused {endpoint}: {text}{look}")
+        kind = {503: EngineEnded}.get(response.status_code, ServerBroke)
+        raise (kind if response.status_code >= 500 else RolloutError)(f"server {url} refused {endpoint}: {text}{look}")
     try:
         return orjson.loads(response.content) if response.content else None
     except ValueError as e:
@@ -202,7 +206,7 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def flush_cache(self) -> None:
-        """Clear the KV cache of an idle server. Raises RolloutError while requests are running or paused in place."""
+        """Clear the cache of an idle server. Raises RolloutError while requests are running or paused in place."""
 
     @abstractmethod
     async def checksum(self) -> ChecksumReply:
@@ -264,9 +268,8 @@ class SGLangClient(ServerClient):
     """The client of stock SGLang and of the embedded engine.
 
     samples_from: "server" sends a prompt once with `n`: one prefill for its G samples, and the embedded engine uses a
-    separate random stream for each. "client" sends it G times with different seeds: a stock SGLang server with
-    deterministic inference draws all `n` samples of a request from one seed, so they would be equal, and it does not
-    keep the request's ids for them.
+    separate random stream for each. "client" sends it G times with different seeds: a stock SGLang server draws all `n`
+    samples of a request from one seed, so they would be equal, and it does not keep the request's ids for them.
     decode: token ids -> text, for servers that run without a tokenizer; replaces the text that the server returns.
     vocabulary: the model's vocabulary size, which every id of a prompt and of an answer must be below; None: not
     checked.
@@ -434,9 +437,7 @@ class SGLangClient(ServerClient):
         await self._call("POST", endpoints.CONTINUE, {})
 
     async def flush_cache(self) -> None:
-        """After its last reply a stock server runs one more step, whose batch it had already started: the request waits
-        for it.
-        """
+        """After its last reply a stock server runs one more step, for which the request waits."""
         await self._send("POST", f"{endpoints.FLUSH_CACHE}?timeout={_FLUSH_S:g}")
 
     async def abort(self, rid: str) -> None:

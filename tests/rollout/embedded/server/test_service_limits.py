@@ -6,6 +6,7 @@ covered: memory that the allocator keeps.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from pathlib import Path
@@ -20,13 +21,17 @@ from pytest import MonkeyPatch
 from miles_like.types import Finish, SamplingParams
 from rollout.embedded.engine.running import Rows
 from rollout.embedded.model import plain_ops
+from rollout.embedded.ranks.gloo import RankLost
 from rollout.embedded.server.limits import RequestLimits, affordable_connections, weights_bytes
 from rollout.embedded.server.log_limit import LogLimit
 from rollout.embedded.server.service import Service
 from rollout.embedded.server.worker import EngineStopped, EngineWorker
+from rollout.episodes.pool import EnginePool
+from rollout.sglang.client import RolloutError, SGLangClient
 from rollout.wire.bodies import request_bytes
 from rollout.wire.generate import GenerateReply, GenerateRequest, WireSpan, check_tokens, reply_bytes
 from tests.support.embedded_fixtures import oracle, save, served, service, spec
+from tests.support.fakes import make_prompt
 from tests.support.refusals import Facts, check_refusal, refuses
 
 
@@ -93,6 +98,37 @@ def test_an_error_in_a_step_is_told_to_everybody_who_waits(path: Path, monkeypat
             assert reply.status_code == 503
             check_refusal(reply.json()["error"]["message"], "ZeroDivisionError", "a fault that was planted")
         assert http.get("/health").status_code == 503
+
+
+def test_what_was_asked_of_a_server_whose_engine_has_ended_is_asked_of_another(
+    path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    """It answers, with status 503, as a server does one of whose ranks has died. Without another one it is an error."""
+    broken, whole, said = service(path), service(path), list[str]()
+    for s in (broken, whole):
+        s.engine.set_version("0")
+
+    def fails() -> bool:
+        if not broken.engine.waiting:
+            return False
+        raise RankLost("rank 1 ended: planted")
+
+    monkeypatch.setattr(broken.engine, "step", fails)
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    params, prompts = SamplingParams(max_new_tokens=3), [make_prompt(f"p{i}") for i in range(4)]
+
+    async def run(*urls: str) -> int:
+        pool = EnginePool([SGLangClient(url, routing=None) for url in urls], lost=said.append)
+        try:
+            return sum(len(g.samples) for g in await pool.generate(prompts, n=2, params=params))
+        finally:
+            await pool.close()
+
+    with served(broken) as first, served(whole) as second:
+        assert asyncio.run(run(first, second)) == 8
+        assert len(said) == 1 and first in said[0] and "rank 1 ended: planted" in said[0]
+        with refuses(RolloutError, first, "RankLost", "rank 1 ended: planted"):
+            asyncio.run(run(first))
 
 
 def test_a_task_behind_a_step_that_fails_is_answered(path: Path, monkeypatch: MonkeyPatch) -> None:
