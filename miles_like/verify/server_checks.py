@@ -253,7 +253,7 @@ class RunChecks:
         self._published = ()
         if self._due(step):
             own = [] if report and report.checksums else [held for held in await self._held() if held is not None]
-            self._published = report.checksums if report and report.checksums else own[0]
+            self._published = report.checksums if report and report.checksums else next(iter(own), ())
 
     async def _held(self) -> list[_Held | None]:
         """Of each server; None for one that does not answer and is replaced at the next publication."""

@@ -185,6 +185,7 @@ def test_a_server_that_does_not_answer_is_left_to_the_next_publication_if_that_r
 
     spares: Any = SimpleNamespace(left=1, expect=lambda: None, serve=lambda: None)
     steps(checks(Server(), Dead(url="http://b"), replacements=spares)[0], 2)
+    steps(checks(Dead(url="http://b"), replacements=spares, checksums_every=1)[0], 1, None)  # none has hashes to keep
     for none in (None, SimpleNamespace(left=0, expect=lambda: None, serve=lambda: None)):
         with refuses(NoAnswer, "http://b"):
             steps(checks(Server(), Dead(url="http://b"), replacements=none)[0], 2)
