@@ -62,6 +62,17 @@ def test_a_rank_of_the_checkpoint_engine_receives_what_its_log_says() -> None:
     assert sum(nbytes for _, nbytes in found) / (1 << 30) == pytest.approx(69.95, rel=0.005)
 
 
+def test_the_busiest_devices_are_those_that_a_division_gives() -> None:
+    """673 GB of DeepSeek-V3 in FP8 (671 B weights, 1.9 B of them in BF16) over one link of 45 GB/s, with some per
+    cent of latency; and 45,395 tensors of which each rank of a server takes a slice, at 0.21 ms."""
+    case = CASES[0]
+    found = {r.path: r.found for r in results(case, CONFIGS[case.model])}
+    link, host = found["distributed, one source a stage"], found["reshard to TP32"]
+    assert link.bound == "servers' network" and host.bound == "servers' host"
+    assert 1.0 < link.busy[link.bound] / (673e9 / 45e9) < 1.06
+    assert host.busy[host.bound] == pytest.approx(45_395 * 0.21e-3, rel=0.01)
+
+
 def test_the_page_has_the_present_figures() -> None:
     """docs/weight_sync.md is written by a script; a change of a constant has to write it again."""
     page = (ROOT / "docs" / "weight_sync.md").read_text().splitlines()
