@@ -46,6 +46,7 @@ from megatron_bridge.weights.checkpoint import begin_save, host_copy, load_check
 from megatron_bridge.weights.checkpoint_writer import CheckpointSave  # noqa: E402
 from megatron_bridge.weights.copies import WeightCopies  # noqa: E402
 from megatron_bridge.weights.export import ExportPlan  # noqa: E402
+from megatron_bridge.weights.sources import WeightSources  # noqa: E402
 from miles_like.hf.checkpoint import read_config  # noqa: E402
 from miles_like.protocols import LossFn  # noqa: E402
 from miles_like.types import REFERENCE, MicroBatch, NamedTensor, Scored, Stat, StepReport  # noqa: E402
@@ -120,6 +121,7 @@ class MegatronTrainer:
         self.steps_done = 0
         self.fingerprint = _agreed_fingerprint() if resolved.forward == "exact" else None
         self._export: ExportPlan | None = None
+        self._sources: WeightSources | None = None
         self._saving: CheckpointSave | None = None
 
     def _fake_quant(self) -> FakeQuant | None:
@@ -297,10 +299,24 @@ class MegatronTrainer:
         finish_param_gather(self.chunks)
         if computed and self._fake is not None:
             self._fake.refresh()
+        return self._export_plan().export(computed=computed)
+
+    def sources(self, most: int) -> WeightSources:
+        """The division of what `export` yields among ranks that send it, for weights that do not change until all have
+        sent them. Raises as `export`. Collective."""
+        self._sleep.require_awake("sources", parameters=True)
+        self.copies.assert_not_swapped()
+        finish_param_gather(self.chunks)
+        if self._sources is None or self._sources.most != most:
+            plan = self._export_plan()
+            self._sources = WeightSources(plan, self.config.parallel, rank=self.parallel.rank, most=most)
+        return self._sources
+
+    def _export_plan(self) -> ExportPlan:
         if self._export is None:
             mtp = bool(self.models[0].config.mtp_num_layers)
             self._export = ExportPlan(self.chunks, self.family, self.hf, self.parallel, mtp=mtp)
-        return self._export.export(computed=computed)
+        return self._export
 
     def sleep(self) -> Mapping[str, int]:
         """Free the device's memory of parameters, gradients and optimizer state, which the host keeps meanwhile;

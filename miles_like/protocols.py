@@ -5,7 +5,7 @@ Letters: G samples a prompt, S tokens a sample, T packed tokens, N samples a pac
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -290,6 +290,48 @@ class Signals(Protocol):
     def meet(self) -> None:
         """Return once every rank has called it as often; no time limit. Raises as `wait_for`."""
 
+    def board(self, name: str) -> Board:
+        """Another one at each call, with the texts of all of that name: one for each thread that reads."""
+
+
+class Board(Protocol):
+    """Texts under names, which trainer ranks leave for each other. Every method raises RuntimeError when rank 0 has
+    ended."""
+
+    def put(self, name: str, text: str) -> None: ...
+    def number(self, name: str) -> int:
+        """1, 2, ... for the calls of all ranks."""
+
+    def read(self, name: str, seconds: float) -> str | None:
+        """The text as soon as there is one; None after `seconds` without, at once if they are 0."""
+
+    def remove(self, name: str) -> None:
+        """A text or number that no rank reads any more."""
+
+
+class WeightSources(Protocol):
+    """The published weights divided among some ranks, the sources, which are numbered in the order of their turns. A
+    source gathers its weights in chunks."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Of the sources."""
+
+    @property
+    def group(self) -> int:
+        """Of this rank: ranks that help one source are of one group."""
+
+    @property
+    def helps(self) -> Collection[int]:
+        """The sources whose chunks this rank helps to gather, itself included."""
+
+    def chunks(self, source: int) -> int: ...
+    def names(self, source: int) -> Iterator[str]:
+        """Of the tensors that a source sends."""
+
+    def gather(self, source: int, chunk: int) -> Sequence[NamedTensor]:
+        """The tensors of a chunk, on its source; none on other ranks. Collective over those that help it."""
+
 
 class RankTrainer(Protocol):
     """One rank of the trainer; every method is collective.
@@ -332,6 +374,9 @@ class RankTrainer(Protocol):
 
     def load_copy(self, name: str, path: Path) -> None: ...
     def export(self) -> Iterator[NamedTensor]: ...
+    def sources(self, most: int) -> WeightSources:
+        """The division of what `export` yields; most: sources where there are more of them than pipeline stages."""
+
     def save(self, path: Path, *, asynchronous: bool = False) -> None: ...
     def finish_save(self, *, wait: bool) -> bool: ...
     def load(self, path: Path) -> None: ...

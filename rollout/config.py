@@ -230,6 +230,9 @@ class PublishConfig(Section):
     # between GPUs and gloo otherwise; disk: as a checkpoint on a shared disk; delta: as what has changed since the
     # version that the servers hold, on a shared disk, to the embedded engine
     path: Literal["tensor", "distributed", "disk", "delta"] = "tensor"
+    # trainer ranks that send with path = "distributed", each in a process group with all ranks of all servers: one for
+    # each pipeline stage, or one for each expert-parallel rank of each stage where these are at most so many
+    sources: int = Field(8, ge=1)
     # running samples are aborted and continued by another request, prefilled again after the pause, or frozen
     pause_mode: Literal["abort", "retract", "in_place"] = "retract"
     bucket_bytes: int = Field(256 << 20, ge=1)  # tensors sent at once; the sender holds three such buckets

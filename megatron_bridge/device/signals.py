@@ -1,4 +1,4 @@
-"""Signals between ranks outside of collectives, through the store that the ranks met at.
+"""Signals and texts between ranks outside of collectives, through the store that the ranks met at.
 
 A rank that waits for a signal has no collective open, so that no collective's time limit runs while it waits.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cached_property
 
-from torch.distributed import DistNetworkError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 _SLOWEST_POLL_S = 0.1
 
@@ -70,6 +71,52 @@ class StoreSignals:
             if self._meetings > 1:
                 self.forget(f"all at {self._meetings - 1}")  # every rank has left that meeting
         self.wait_for(complete)
+
+    def board(self, name: str) -> StoreBoard:
+        """Another one at each call, with the texts of all of that name."""
+        return StoreBoard(self._original, name)
+
+
+class StoreBoard:
+    """Texts under names, which ranks leave for each other. Every method raises RuntimeError when rank 0 has ended.
+
+    It has a client of the store, which answers one request at a time: one board for each thread that reads.
+    """
+
+    def __init__(self, store: TCPStore, name: str) -> None:
+        self._original, self._name = store, name
+
+    @cached_property
+    def _store(self) -> PrefixStore:
+        return PrefixStore(f"board {self._name}", self._original.clone())  # type: ignore[attr-defined]
+
+    def put(self, name: str, text: str) -> None:
+        with _rank_0_lives():
+            self._store.set(name, text)
+
+    def number(self, name: str) -> int:
+        """1, 2, ... for the calls of all ranks."""
+        with _rank_0_lives():
+            return self._store.add(name, 1)
+
+    def read(self, name: str, seconds: float) -> str | None:
+        """The text as soon as there is one; None after `seconds` without, at once if they are 0. The store wakes the
+        reader: one that polled would add a part of its waiting time to each text that passes through many ranks. torch
+        writes a warning to the log each time that a wait reaches its limit, so that limits should be long."""
+        with _rank_0_lives():
+            if not self._store.check([name]):
+                if not seconds:
+                    return None
+                try:
+                    self._store.wait([name], timedelta(seconds=seconds))
+                except DistStoreError:
+                    return None
+            return self._store.get(name).decode()
+
+    def remove(self, name: str) -> None:
+        """A text or number that no rank reads any more."""
+        with _rank_0_lives():
+            self._store.delete_key(name)
 
 
 @contextmanager

@@ -86,11 +86,12 @@ class ExportPlan:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         tensors = family.bind(hf_config, mtp=mtp)
-        self._exporter = exporter = _Exporter(tensors, parallel)
+        self.exporter = exporter = _Exporter(tensors, parallel)
         slots = sorted(_unique(_all_slots(model_chunks, tensors, parallel)), key=exporter.key)
         covered = sum(exporter.copies(slot) * len(exporter.entry(slot).hf) for slot in slots)
         expected = sum(1 for _ in tensors.places())
         assert covered == expected, f"the model's stages hold {covered} tensors, the config has {expected}"
+        self.slots, self.bucket_bytes = slots, bucket_bytes
         self._buckets = [
             bucket for _, group in groupby(slots, key=exporter.key) for bucket in exporter.buckets(group, bucket_bytes)
         ]
@@ -98,7 +99,7 @@ class ExportPlan:
     def names(self) -> Iterator[str]:
         """Names of the stream's tensors, in its order; involves no communication."""
         for bucket in self._buckets:
-            yield from self._exporter.names(bucket)
+            yield from self.exporter.names(bucket)
 
     def export(self, *, computed: bool = False) -> Iterator[NamedTensor]:
         """Yield every Hugging Face tensor of the model once, in the same order on all ranks, with the parameters'
@@ -106,7 +107,7 @@ class ExportPlan:
         training. gate_proj is followed by its up_proj. A tensor may share memory with its bucket or with the model: use
         or copy it before the next optimizer step. Draining the iterator is collective."""
         for bucket in self._buckets:
-            yield from self._exporter.export(bucket, _computed if computed else _served)
+            yield from self.exporter.export(bucket, _computed if computed else _served)
 
 
 def _all_slots(chunks: Sequence[torch.nn.Module], tensors: TensorMap, parallel: ExportGroups) -> list[_Slot]:
@@ -173,16 +174,16 @@ class _Exporter:
         fp32 = self.tensors.dtype(entry) is torch.float32
         return _Key(slot.stage, entry.per_expert, entry.split is Split.REPLICATED, fp32)
 
-    def copies(self, slot: _Slot) -> int:
-        """Number of Megatron parameters of a slot."""
-        return self.parallel.ep_group.size() if self.entry(slot).per_expert else 1
+    def copies(self, slot: _Slot, only: int | None = None) -> int:
+        """Number of Megatron parameters of a slot, those of expert-parallel rank `only` where it is given."""
+        return self.parallel.ep_group.size() if self.entry(slot).per_expert and only is None else 1
 
-    def buckets(self, slots: Iterable[_Slot], limit: int) -> Iterator[list[_Slot]]:
+    def buckets(self, slots: Iterable[_Slot], limit: int, only: int | None = None) -> Iterator[list[_Slot]]:
         bucket: list[_Slot] = []
         size = 0
         for slot in slots:
             entry = self.entry(slot)
-            elements = self.copies(slot) * math.prod(self.tensors.megatron_shape(entry))
+            elements = self.copies(slot, only) * math.prod(self.tensors.megatron_shape(entry))
             nbytes = elements * self.tensors.dtype(entry).itemsize
             if bucket and size + nbytes > limit:
                 yield bucket
@@ -195,28 +196,42 @@ class _Exporter:
     def export(self, bucket: Sequence[_Slot], value: _Value) -> Iterator[NamedTensor]:
         owner = bucket[0].stage
         whole = self._gather(bucket, value) if owner == self.stage else None
-        tensors = self._broadcast(bucket, whole, owner)
+        yield from self._named(bucket, self._broadcast(bucket, whole, owner))
+
+    def gathered(self, bucket: Sequence[_Slot], *, only: int | None, keep: bool) -> list[NamedTensor]:
+        """As `export` of the published weights, on the ranks that hold shards of the bucket alone. only: of experts,
+        those of this expert-parallel rank, its own; None: of all. keep: False for ranks that help others, which get
+        none."""
+        whole = self._gather(bucket, _served, only, keep=keep)
+        return list(self._named(bucket, iter(whole), only)) if keep else []
+
+    def names(self, bucket: Sequence[_Slot], only: int | None = None) -> Iterator[str]:
+        """The names that `export` yields, with `only` those of `gathered`."""
+        yield from (name for slot in bucket for names in self._names(slot, only) for name in names)
+
+    def _named(
+        self, bucket: Sequence[_Slot], tensors: Iterator[Tensor], only: int | None = None
+    ) -> Iterator[NamedTensor]:
         for slot in bucket:
-            for name, *copies in self._names(slot):
+            for name, *copies in self._names(slot, only):
                 tensor = next(tensors)
                 yield NamedTensor(name, tensor)
                 yield from (NamedTensor(copy, tensor) for copy in copies)
 
-    def names(self, bucket: Sequence[_Slot]) -> Iterator[str]:
-        """The names that `export` yields."""
-        yield from (name for slot in bucket for names in self._names(slot) for name in names)
-
-    def _names(self, slot: _Slot) -> Iterator[tuple[str, ...]]:
+    def _names(self, slot: _Slot, only: int | None) -> Iterator[tuple[str, ...]]:
         """For each tensor of a slot, its name and the names of its copies."""
         entry = self.entry(slot)
-        local = self.tensors.experts_of(entry) // self.copies(slot)
-        for rank in range(self.copies(slot)):
+        copies = self.copies(slot)
+        local = self.tensors.experts_of(entry) // copies
+        for rank in range(copies) if only is None or not entry.per_expert else (only,):
             expert = None if slot.local_expert is None else rank * local + slot.local_expert
             for pattern in entry.hf:
                 yield pattern.format(i=slot.layer, e=expert), *self.tensors.copies_of(entry)
 
-    def _gather(self, bucket: Sequence[_Slot], value: _Value) -> list[Tensor]:
-        """Complete tensors of a bucket of this rank's stage, in the order of the names."""
+    def _gather(
+        self, bucket: Sequence[_Slot], value: _Value, only: int | None = None, *, keep: bool = True
+    ) -> list[Tensor]:
+        """Complete tensors of a bucket of this rank's stage, in the order of the names; none unless `keep`."""
         first = self.entry(bucket[0])
         dtype = self.tensors.dtype(first)
         shards = [value(slot.tensor).to(dtype) for slot in bucket if slot.tensor is not None]
@@ -224,12 +239,14 @@ class _Exporter:
         if first.per_expert:
             ranks = self._all_gather(ranks, self.parallel.etp_group)
             tensor_ranks = len(ranks)
-            ranks = self._all_gather(ranks, self.parallel.ep_group)
+            ranks = self._all_gather(ranks, self.parallel.ep_group) if only is None else ranks
         else:
             if first.split is not Split.REPLICATED:
                 ranks = self._all_gather(ranks, self.parallel.tp_group)
             tensor_ranks = len(ranks)
         whole: list[Tensor] = []
+        if not keep:
+            return whole
         for number, slot in enumerate(bucket):
             for copy in range(0, len(ranks), tensor_ranks):
                 pieces = [held[number] for held in ranks[copy : copy + tensor_ranks]]

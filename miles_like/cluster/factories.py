@@ -18,6 +18,7 @@ from rollout.publish.delta_publisher import DeltaPublisher
 from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget, Sent, publish_stream
 from rollout.publish.publisher import TensorPublisher
+from rollout.publish.sources.publisher import SourcesPublisher
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class PublisherRecipe:
                 self.target.tp_size,
                 ", ".join(self.target.urls),
             )
+        if path == "distributed":
+            return SourcesPublisher(self.target, rank=rank)
         return TensorPublisher(self.target, send=rank == 0)
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from miles_like.cluster.gathering import Gathering
 from miles_like.cluster.pacing import Pacer
 from miles_like.protocols import RankTrainer, WeightPublisher
 from miles_like.types import MicroBatch, PublishReport, Scored, StepReport
+from rollout.publish.sources.publisher import SourcesPublisher
 from routing_replay.align import ShardSpec
 from routing_replay.rank_routes import RankRoutes
 
@@ -75,6 +77,10 @@ class Rank:
     def publish(self, version: int) -> PublishReport:
         assert self.publisher is not None, "publish before connect"
         with self.trainer.parameters():
+            if isinstance(self.publisher, SourcesPublisher):
+                sources = self.trainer.sources(self.publisher.most_sources)
+                work = partial(self.publisher.publish_part, version=version)
+                return self.gathering.publish(sources, work, version=version)
             return self.publisher.publish(
                 self.pacer.paced(self.trainer.export(), together=self.publisher.every_rank), version=version
             )
@@ -83,6 +89,11 @@ class Rank:
     def pacer(self) -> Pacer:
         """One for all publishers of this rank, because the ranks count the streams."""
         return Pacer(self.trainer.signals, sends=self.rank == 0)
+
+    @cached_property
+    def gathering(self) -> Gathering:
+        """One for all publishers from several sources."""
+        return Gathering(self.trainer.signals, self.rank)
 
     def save(self, path: Path, asynchronous: bool) -> None:
         self.trainer.save(path, asynchronous=asynchronous)

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from rollout.wire.checksum import tensor_checksum
 from rollout.wire.control import BeginUpdate, ChecksumReply, EndUpdate, PauseMode, PauseRequest, UpdateVersion
 
 
-class _Bucket(NamedTuple):
+class Bucket(NamedTuple):
     send: Send
     nbytes: int  # of the tensors
     checksums: Future[dict[str, str]]  # empty if the servers report other hashes
@@ -81,12 +82,13 @@ class TensorPublisher:
             states, self._states = self._states, []
             if not states or states_of(self._target) != states:
                 self._sent.forget()
-            with self._transport.ready(servers):
+            with self._ready(servers):
                 sent = self._publish(servers, self._encoded(stream), version)
             if self._target.kind == "embedded" and not sent.failed:
                 self._states = states_of(self._target, version)
             return sent
-        except (RuntimeError, ValueError, OSError) as e:  # of a server, of the trainer's ranks, of a tensor, no room
+        except (RuntimeError, ValueError, OSError) as error:  # of a server, trainer's ranks, a tensor, no room
+            e = self._cause(error, servers)
             if self._stage is Stage.ASKED and not isinstance(e, RolloutError):
                 raise
             if isinstance(e, RolloutError) and self._target.goes_on and any(not f.answers for f in servers.lost):
@@ -98,18 +100,31 @@ class TensorPublisher:
         finally:
             servers.close()
 
-    def _publish(self, servers: ServerSet, buckets: Iterator[_Bucket], version: int) -> Sent:
-        held, size, most = list[_Bucket](), 0, self._transport.limit
-        while size < self._hold_bytes and len(held) != most and (bucket := next(buckets, None)) is not None:
-            held.append(bucket)
-            size += bucket.nbytes
+    def _publish(self, servers: ServerSet, buckets: Iterator[Bucket], version: int) -> Sent:
+        held = self._ahead(buckets)
         if not held and not self._sent.seen:
             raise ValueError("no weights to publish: the stream is empty")
         began, self._stage = time.perf_counter(), Stage.PAUSED
         servers.ask(endpoints.PAUSE, PauseRequest(mode=self._mode).to_json())
-        nbytes, checksums = self._update(servers, itertools.chain(_emptying(held), buckets), version)
+        nbytes, checksums = self._update(servers, itertools.chain(emptying(held), buckets), version)
         servers.ask(endpoints.CONTINUE, {})
         return Sent(nbytes, time.perf_counter() - began, checksums, servers.lost)
+
+    def _ready(self, servers: ServerSet) -> AbstractContextManager[None]:
+        """Around a publication to these servers, before anything is encoded."""
+        return self._transport.ready(servers)
+
+    def _cause(self, error: Exception, servers: ServerSet) -> Exception:
+        """What a failed publication is reported with."""
+        return error
+
+    def _ahead(self, buckets: Iterator[Bucket]) -> list[Bucket]:
+        """The first buckets, encoded before the servers are paused."""
+        held, size, most = list[Bucket](), 0, self._transport.limit
+        while size < self._hold_bytes and len(held) != most and (bucket := next(buckets, None)) is not None:
+            held.append(bucket)
+            size += bucket.nbytes
+        return held
 
     def _give_up(self, servers: ServerSet, version: int) -> str:
         """Returns what the servers do now. An embedded server that refuses the end of an update has changed nothing."""
@@ -127,7 +142,7 @@ class TensorPublisher:
                 )
         return OLD_SERVED
 
-    def _update(self, servers: ServerSet, buckets: Iterator[_Bucket], version: int) -> tuple[int, RankChecksums]:
+    def _update(self, servers: ServerSet, buckets: Iterator[Bucket], version: int) -> tuple[int, RankChecksums]:
         embedded = self._target.kind == "embedded"
         named = str(version) if embedded else None
         total, sent = 0, dict[str, str]()
@@ -135,7 +150,6 @@ class TensorPublisher:
         servers.change(endpoints.BEGIN_UPDATE, BeginUpdate(weight_version=named).to_json())
         self._stage = Stage.BEGUN if embedded else Stage.CHANGED
         for nbytes, hashes in self._loaded(servers, buckets, version):
-            self.host.give(nbytes)
             total += nbytes
             sent |= hashes
         self._stage = Stage.ENDING if embedded else Stage.CHANGED
@@ -152,25 +166,32 @@ class TensorPublisher:
         return total, checksums
 
     def _loaded(
-        self, servers: ServerSet, buckets: Iterator[_Bucket], version: int
+        self, servers: ServerSet, buckets: Iterator[Bucket], version: int
     ) -> Iterator[tuple[int, dict[str, str]]]:
         """Send the buckets; yields (bytes, checksums) of each once the servers have loaded it."""
         sending: Future[None] | None = None
-        before: _Bucket | None = None
+        before: Bucket | None = None
         try:
             for bucket, last in _with_last(buckets):  # packs a bucket while `sending`
                 if sending is not None and before is not None:
-                    sending.result()
-                    yield before.nbytes, before.checksums.result()
-                before, sending = bucket, self._sending.submit(bucket.send, servers, str(version) if last else None)
+                    yield self._done(sending, before)
+                before, sending = bucket, self._sending.submit(self._sends, bucket.send, servers, version, last)
             if sending is not None and before is not None:
-                sending.result()
-                yield before.nbytes, before.checksums.result()
+                yield self._done(sending, before)
         finally:
             if sending is not None:
                 wait([sending])  # after an error too: the next publication must find no request under way
 
-    def _encoded(self, stream: Iterator[NamedTensor]) -> Iterator[_Bucket]:
+    def _done(self, sending: Future[None], bucket: Bucket) -> tuple[int, dict[str, str]]:
+        sending.result()
+        self.host.give(bucket.nbytes)
+        return bucket.nbytes, bucket.checksums.result()
+
+    def _sends(self, send: Send, servers: ServerSet, version: int, last: bool) -> None:
+        """Send a bucket; in the thread that sends."""
+        send(servers, str(version) if last else None)
+
+    def _encoded(self, stream: Iterator[NamedTensor]) -> Iterator[Bucket]:
         embedded = self._target.kind == "embedded"
         hashed = self._target.config.verify and embedded
         named = quantize_stream(gathered(stream, self._target.fused), self._target.spec)
@@ -184,7 +205,7 @@ class TensorPublisher:
             # hash in a thread while sending: hashing is slow and releases the GIL
             checksums = self._hashing.submit(_checksums, part if hashed else [])
             del part
-            yield _Bucket(send, nbytes, checksums)
+            yield Bucket(send, nbytes, checksums)
 
 
 def _checksums(tensors: Sequence[NamedTensor]) -> dict[str, str]:
@@ -247,14 +268,14 @@ def _differing(a: Mapping[str, str | None], b: Mapping[str, str]) -> str:
     return f"{len(names)} tensors: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
 
 
-def _emptying(items: list[_Bucket]) -> Iterator[_Bucket]:
+def emptying(items: list[Bucket]) -> Iterator[Bucket]:
     """The items in order, without keeping a reference to those already yielded."""
     items.reverse()
     while items:
         yield items.pop()
 
 
-def _with_last(items: Iterator[_Bucket]) -> Iterator[tuple[_Bucket, bool]]:
+def _with_last(items: Iterator[Bucket]) -> Iterator[tuple[Bucket, bool]]:
     """Pairs (item, whether it is the last)."""
     item = next(items, None)
     while item is not None:

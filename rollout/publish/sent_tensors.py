@@ -43,6 +43,11 @@ class SentTensors:
             self._next |= hashes
 
     @property
+    def empty(self) -> bool:
+        """Whether nothing is known of what the servers hold."""
+        return not self._held
+
+    @property
     def seen(self) -> int:
         """Tensors of the stream of this publication so far."""
         return len(self._next)

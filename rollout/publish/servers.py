@@ -182,6 +182,12 @@ class ServerSet:
         if errors and (at_fault or not self._goes_on):
             raise RolloutError("; ".join(map(str, errors.values())))
 
+    def leave_out(self, faults: Sequence[ServerFault]) -> None:
+        """Servers that others have lost."""
+        left = {fault.url for fault in faults}
+        self.urls = tuple(url for url in self.urls if url not in left)
+        self.lost += tuple(faults)
+
     def _all(self, call: Callable[[str], T]) -> list[T]:
         if len(self.urls) == 1:  # a thread would not run beside this one
             found = [_result(call, self.urls[0])]

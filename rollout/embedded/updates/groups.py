@@ -14,7 +14,7 @@ from rollout.wire.control import DestroyGroup, InitGroup, UpdateFromDistributed
 from rollout.wire.flat import FLATTENED, dtype_of, flat_bytes, layout_of, separate
 from rollout.wire.groups import join_group, leave_group
 
-_GROUPS = 4  # at the same time; for a further one the first is left
+_GROUPS = 128  # at the same time, one for each source of a publisher; for a further one the first is left
 _CONNECT_S = 20.0  # to the store of a group
 _LIMIT_S = 600.0  # on the join, and on one broadcast
 

@@ -9,10 +9,7 @@ test_weight_paths.py).
 from __future__ import annotations
 
 import gc
-import os
 import signal
-import socket
-import struct
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,6 +30,7 @@ from tests.support.published import FAMILIES, FORMATS, SIZES, Published
 from tests.support.refusals import refuses
 from tests.support.spawn import free_port
 from tests.support.tiny_models import tiny_dense
+from tests.support.wire_bytes import connections, sent_bytes
 
 HERE = "tests/rollout/publish/test_weights_by_group.py"
 CASES = [(family, format) for family in FAMILIES for format in FORMATS]
@@ -173,36 +171,6 @@ def test_a_publisher_that_is_not_used_any_more_leaves_its_group(model: Published
 
 
 # ---- bytes
-
-
-def connections() -> set[str]:
-    """Sockets of this process."""
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            found.add(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            continue
-    return {name for name in found if name.startswith("socket:")}
-
-
-_BYTES_ACKED = 120  # in struct tcp_info of linux/tcp.h
-
-
-def sent_bytes(names: set[str]) -> int:
-    """Over the TCP connections of this process among these sockets, so far."""
-    total = 0
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        try:
-            if os.readlink(f"/proc/self/fd/{fd}") not in names:
-                continue
-            with socket.socket(fileno=os.dup(fd)) as s:
-                if s.type is socket.SOCK_STREAM and s.family in (socket.AF_INET, socket.AF_INET6):
-                    info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    total += struct.unpack_from("<Q", info, _BYTES_ACKED)[0]
-        except OSError:
-            continue
-    return total
 
 
 def test_bytes_on_the_wire_are_those_of_the_encoded_weights(

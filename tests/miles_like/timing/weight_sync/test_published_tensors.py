@@ -84,7 +84,7 @@ def test_the_order_and_the_buckets_are_the_exporter_s(hf: dict[str, Any], ep: in
     plan = ExportPlan([model], family_of(hf), hf, groups, bucket_bytes=limit)
     slots = publication(hf, ParallelConfig(dp=ep, ep=ep), ONE, None)
     assert [name for slot in slots for name in slot.names] == list(plan.names())
-    counts = [sum(1 for _ in plan._exporter.names(bucket)) for bucket in plan._buckets]
+    counts = [sum(1 for _ in plan.exporter.names(bucket)) for bucket in plan._buckets]
     assert [bucket.tensors for bucket in buckets(slots, limit)] == counts
 
 
