@@ -4,11 +4,12 @@ in memory, in a process group beside gloo's own broadcast.
 The weights are those of a layer with experts of Qwen3-30B-A3B's shapes. A plain loop writes as many bytes in pieces of
 64 MiB and syncs the file; then one rank, and two ranks at once, encode and write the weights as
 `rollout/publish/disk_publisher.py` does, and the parts are joined; by turns. Then one rank, and two ranks at once,
-encode their shares and drop the result. Each figure is the median over the rounds of a ratio within one round; the
-first round does not count. Ranks are processes of one thread that have the weights in
-memory: the gather, the requests and the servers' loading are not in the figures of the disk. By handles and in a group
-one rank publishes the weights in BF16 to a process that copies them to its parameters, as a rank of stock SGLang does:
-requests, packing, receiving and that copy are in these figures (`weight_receiver.py`).
+encode their shares and drop the result; and one source, and two at once, encode their experts into the buffers that a
+process group would send (`rollout/publish/sources`). Each figure is the median over the rounds of a ratio within one
+round; the first round does not count. Ranks are processes of one thread that have the weights in memory: the gather,
+the requests and the servers' loading are not in the figures of the disk. By handles and in a group one rank publishes
+the weights in BF16 to a process that copies them to its parameters, as a rank of stock SGLang does: requests, packing,
+receiving and that copy are in these figures (`weight_receiver.py`).
 
     python benchmarks/weight_sync.py [--quick] [--directory DIR]
 """
@@ -29,20 +30,25 @@ from typing import Any
 
 import torch
 from figures import add_write, finish
-from weight_receiver import broadcast, copied, published, receiver
+from weight_receiver import BUCKET, broadcast, copied, published, receiver
 
 from miles_like.hf.checkpoint import write_hf
 from miles_like.hf.merged import join_parts
 from miles_like.types import NamedTensor
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import Named, quantize_stream
+from rollout.config import PublishConfig
+from rollout.publish.publication import PublishTarget
 from rollout.publish.shares import Shares
+from rollout.publish.sources.publisher import SourcesPublisher
 
 GOALS = {
     "bf16_of_raw_write_min": 0.5,
     "fp8_two_ranks_of_one_min": 1.7,
     "fp8_encode_two_ranks_of_one_min": 1.8,
     "int4_encode_two_ranks_of_one_min": 1.8,
+    "fp8_pack_two_sources_of_one_min": 1.8,
+    "int4_pack_two_sources_of_one_min": 1.8,
     "tensor_of_memcpy_min": 0.5,
     "distributed_of_gloo_min": 0.6,
 }
@@ -84,6 +90,16 @@ def write(where: Path, stream: list[NamedTensor], number: int, count: int, spec:
 def drop(where: Path, stream: list[NamedTensor], number: int, count: int, spec: QuantSpec | None) -> None:
     for _ in encoded(stream, number, count, spec):
         pass
+
+
+def pack(where: Path, stream: list[NamedTensor], number: int, count: int, spec: QuantSpec | None) -> None:
+    """As source `number` of `count` expert-parallel ranks: each bucket is packed once a buffer is free."""
+    config = PublishConfig(path="distributed", bucket_bytes=BUCKET)
+    target = PublishTarget(urls=("http://unused",), kind="sglang", spec=spec, config=config)
+    publisher, size = SourcesPublisher(target, rank=number), len(stream) // count
+    for bucket in publisher._encoded(iter(stream[number * size : (number + 1) * size])):
+        publisher.host.give(bucket.nbytes)
+        publisher._transport._pool.give_back(*bucket.send.args)
 
 
 def rank(work: Work, begin: Barrier, *given: Any) -> None:
@@ -132,6 +148,9 @@ def round_of(where: Path, stream: list[NamedTensor]) -> dict[str, float]:
         one, two = (at_once(drop, where, stream, count, QuantSpec(format=format)) for count in (1, 2))
         out[f"{name}_encode_one_rank_gb_s"] = nbytes / one / 1e9
         out[f"{name}_encode_two_ranks_of_one"] = one / two
+        one, two = (at_once(pack, where, stream, count, QuantSpec(format=format)) for count in (1, 2))
+        out[f"{name}_pack_one_source_gb_s"] = nbytes / one / 1e9
+        out[f"{name}_pack_two_sources_of_one"] = one / two
     return out | requested(stream, nbytes)
 
 

@@ -236,8 +236,9 @@ class PublishConfig(Section):
     # running samples are aborted and continued by another request, prefilled again after the pause, or frozen
     pause_mode: Literal["abort", "retract", "in_place"] = "retract"
     bucket_bytes: int = Field(256 << 20, ge=1)  # tensors sent at once; the sender holds three such buckets
-    # with path = "disk", for the other trainer ranks to have written their parts once rank 0 has; less than
-    # cluster.timeout_s, which limits the whole publication
+    # for other trainer ranks: with path = "disk" to have written their parts once rank 0 has, with "distributed" to
+    # have a bucket when it is their turn, beyond rollout.request_timeout_s; less than cluster.timeout_s, which limits
+    # the whole publication
     parts_timeout_s: float = Field(900.0, gt=0)
     # servers of a run that are stopped and started again, in all, because they do not take part in a publication or do
     # not compute with its weights after a second one; 0: the run ends. None are where servers and trainer take turns

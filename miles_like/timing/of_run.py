@@ -82,6 +82,7 @@ def step_setup(run: RunConfig, hf: HFConfig, facts: Facts) -> StepSetup:
         engine=engine,
         disk=SHARED_DISK,
         colocated=colocated,
+        stages=run.parallel.pp,
     )
     return StepSetup(
         train=train,

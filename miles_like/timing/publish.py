@@ -5,7 +5,8 @@ Paths of rollout/publish:
                   where the one server has that GPU, else of the host. To servers elsewhere it sends base64 in JSON,
                   once for each of a server's ranks
     disk          all ranks gather, each quantizes and writes its part of one directory, which every server reads
-    distributed   `sources` ranks (in rollout/publish one) broadcast whole tensors to all ranks of all servers
+    distributed   each pipeline stage gathers its tensors, at once with the others; `sources` ranks (in rollout/publish
+                  one at a time) broadcast whole tensors to all ranks of all servers
 Paths whose formulas are stated here ahead of their code:
     ipc           each rank gathers whole tensors and hands them to the server rank on its device by a CUDA IPC handle
     delta         as distributed, of what has changed: each rank compares its share with the last version and compresses
@@ -48,6 +49,8 @@ class PublishSetup:
     engine: EngineSetup
     sources: int = 1
     """Ranks that send at once ("distributed")."""
+    stages: int = 1
+    """Pipeline stages of the trainer, each of which gathers its own tensors ("distributed")."""
     disk: float | None = None
     """Bytes/s of the directory's file system; None: a node's local NVMe."""
     changed: float = 1.0
@@ -92,7 +95,7 @@ def publish_time(shape: ModelShape, setup: PublishSetup) -> Phase:
     if setup.path == "distributed":
         sent = broadcast(encoded / setup.sources, receivers(setup), setup.device)
         # tensors are whole before they are sent, piece by piece: the slower of the two
-        return Phase({"gather and broadcast": max(gather, sent), "loading": _loading(encoded, setup)})
+        return Phase({"gather and broadcast": max(gather / setup.stages, sent), "loading": _loading(encoded, setup)})
     if setup.path == "delta":
         sent = broadcast(wire_bytes(encoded, setup) / setup.sources, receivers(setup), setup.device)
         compared = moved(3 * encoded / setup.ranks, setup.device)

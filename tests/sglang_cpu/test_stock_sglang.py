@@ -34,7 +34,7 @@ from rollout.sglang.phases import STOCK, FollowedLog
 from tests.sglang_cpu.conftest import Run
 from tests.sglang_cpu.gateway import Change, gateway
 from tests.sglang_cpu.served import CONFIGS, ROOT, SETTINGS, START_S, every_layer_routed, given, serve
-from tests.sglang_cpu.weight_paths import Stock, check_paths
+from tests.sglang_cpu.weight_paths import Stock, check_paths, check_sources
 
 LATENT, GROUPED = CONFIGS
 
@@ -164,7 +164,9 @@ def test_requests_of_one_module_serve_all_that_was_published(job: Job) -> None:
 
 def test_each_path_serves_what_a_publication_on_disk_does(job: Job, tmp_path: Path) -> None:
     """As test_weight_paths.py with two ranks."""
-    check_paths(Stock(job.url, 1, job.served), tmp_path)
+    stock = Stock(job.url, 1, job.served)
+    check_paths(stock, tmp_path)
+    check_sources(stock, job.served)
 
 
 def sampled_at_another_temperature(request: Any) -> None:

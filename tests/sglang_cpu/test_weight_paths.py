@@ -1,5 +1,6 @@
 """Law: stock SGLang serves the same tensors, hash by hash, however the weights reach it: by handles of shared memory,
-in a process group, or from a disk; here with two tensor-parallel ranks, which take their shards of whole tensors.
+in a process group, in two of them whose sources are stages of a trainer, or from a disk; here with two tensor-parallel
+ranks, which take their shards of whole tensors.
 
 SGLang 0.5.23 as it is released, on CPU (`make test-sglang`). DeepSeek's shape, whose fused pair of projections is lost
 when it is parted; with buckets of one module, of some and of all. With one rank: test_stock_sglang.py. Not covered:
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.sglang_cpu.served import START_S, serve
-from tests.sglang_cpu.weight_paths import Stock, check_paths
+from tests.sglang_cpu.weight_paths import Stock, check_paths, check_sources
 from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -23,4 +24,6 @@ def test_each_path_serves_what_a_publication_on_disk_does_to_two_ranks(tmp_path:
     model = write_checkpoint(tmp_path / "hf", tiny(), random_tensors(tiny()))
     with serve(model, tmp_path / "sglang.log", "--tp-size", "2") as server:
         server.await_ready(START_S)
-        check_paths(Stock(server.url, 2, model), tmp_path)
+        stock = Stock(server.url, 2, model)
+        check_paths(stock, tmp_path)
+        check_sources(stock, model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_bridge.families.registry import family_of
@@ -15,6 +16,8 @@ from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.publish.servers import ServerSet
 from tests.support.published import mapped_segments
+from tests.support.source_ranks import connect, source_rank
+from tests.support.spawn import run_ranks
 
 SIZES = (1, 200_000, 1 << 30)  # bytes of a bucket: one module each, some, all
 
@@ -74,3 +77,51 @@ def check_paths(stock: Stock, home: Path) -> None:
     assert not mapped_segments(os.getpid())
     for before, after in zip(first, wanted, strict=True):
         assert sum(before[n] != after[n] for n in before) > 0.9 * len(before)  # a few are constants, as k_scale
+
+
+def check_sources(stock: Stock, model: Path) -> None:
+    """Two pipeline stages, each of which sends its layers, give the server what requests with their tensors give it. It
+    has its first weights at the end."""
+    first = stock.checksums()
+    found, _ = run_ranks(_sent_by_stages, 2, stock.url, stock.tp_size, model)
+    TensorPublisher(stock.target(path="tensor"), send=True).publish(stock.weights(1.0), version=30)
+    assert stock.checksums() == first
+    wanted, others, *by_size = found
+    assert len(wanted) == stock.tp_size and by_size == [wanted] * len(SIZES)
+    for before, after in zip(others, wanted, strict=True):
+        assert sum(before[n] != after[n] for n in before) > 0.9 * len(before)
+
+
+def _sent_by_stages(
+    rank: int, world: int, port: int, url: str, tp_size: int, model: Path
+) -> list[list[dict[str, str]]]:
+    """What the server reports: of the stages' weights sent within requests; of others; and of the first again, which
+    both stages send, by size of a bucket."""
+    stock, found, version = Stock(url, tp_size, model), list[list[dict[str, str]]](), 10
+    inline = TensorPublisher(replace(stock.target(path="tensor"), handles=None), send=True)
+
+    def request(factor: float) -> None:
+        """Collective."""
+        nonlocal version
+        version += 1
+        weights = [NamedTensor(n, (x * factor).clone()) for n, x in r.trainer.export()]
+        if not rank:
+            inline.publish(weights, version=version)
+            found.append([dict(sums) for sums in stock.checksums()])
+        r.trainer.signals.meet()
+
+    with source_rank(rank, world, port, model, "pp2") as r:
+        request(1.0)
+        request(1.5)
+        for size in SIZES:
+            connect(r, stock.target(path="distributed", bucket_bytes=size))
+            version += 1
+            report = r.publish(version)
+            assert rank or report.bytes == stock.checkpoint.nbytes
+            if not rank:
+                found.append([dict(sums) for sums in stock.checksums()])
+            r.trainer.signals.meet()
+            if size != SIZES[-1]:
+                request(1.5)
+                found[-1:] = []
+    return found

@@ -137,6 +137,11 @@ _PATHS: tuple[tuple[str, _Options, _Options], ...] = (
     ("tensor, encoded and then gathered, once a node", {"path": "ipc"}, {"once_a_node": True}),
     ("disk, 10 GB/s for all", {"path": "disk", "disk": SHARED_DISK}, {}),
     ("distributed, rank 0 encodes", {"path": "distributed"}, {"one_sender": True, "encoded_first": False}),
+    (
+        "distributed, one source a stage, gathered in BF16 and then encoded, loaded in turn",
+        {"path": "distributed"},
+        {"encoded_first": False, "load_in_turn": True},
+    ),
     ("distributed, one source a stage", {"path": "distributed"}, {}),
     ("distributed, eight sources a stage", {"path": "distributed", "sources": 8}, {}),
     ("delta, 3 % changed, eight sources", {"path": "delta", "sources": 8, "changed": CHANGED}, {}),

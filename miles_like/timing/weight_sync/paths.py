@@ -51,10 +51,10 @@ class SyncSetup:
     """Of BF16."""
     buffers: int = 2
     one_sender: bool = False
-    """One rank of the trainer, which has all tensors whole, encodes and broadcasts them, as rollout/publish does
-    ("distributed"); otherwise the sources of each pipeline stage do."""
+    """One rank of the trainer, which has all tensors whole, encodes and broadcasts them ("distributed"); otherwise the
+    sources of each pipeline stage do, as in rollout/publish."""
     load_in_turn: bool = False
-    """Servers load a bucket before the next one is sent ("distributed")."""
+    """Servers load a bucket before the next one is sent ("distributed"), as in rollout/publish."""
     once_a_node: bool = False
     """A tensor that all ranks of a node need whole reaches it once, in parts over their links, and goes on by NVLink
     ("reshard": what every rank of a server keeps; "ipc", "disk": what goes to the other pipeline stages)."""

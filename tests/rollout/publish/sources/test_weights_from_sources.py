@@ -47,7 +47,7 @@ CASE = ("deepseek", "fp8")
 
 
 def reported(url: str) -> dict[str, str]:
-    reply = httpx.get(url + endpoints.CHECKSUM, trust_env=False).json()
+    reply = httpx.get(url + endpoints.CHECKSUM, timeout=60, trust_env=False).json()
     sums: dict[str, str] = reply["ranks"][0]["checksums"]
     return sums
 
