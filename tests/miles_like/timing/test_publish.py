@@ -108,6 +108,14 @@ def test_a_broadcast_is_bounded_by_its_sources_links() -> None:
     assert more == publish_time(V3, setup("ipc", bf16)).terms["gather"]
 
 
+def test_pipeline_stages_gather_at_once() -> None:
+    """As long as the gather takes longer than the broadcast of eight sources."""
+    whole, half = (publish_time(V3, setup("distributed", sources=8, stages=n)).terms for n in (1, 2))
+    assert half["gather and broadcast"] == pytest.approx(whole["gather and broadcast"] / 2)
+    many = publish_time(V3, setup("distributed", sources=8, stages=1000)).terms["gather and broadcast"]
+    assert many == pytest.approx(served_bytes(V3, FP8) / 8 / (NETWORK * H100.inter), rel=0.01)
+
+
 def test_a_difference_costs_by_what_has_changed() -> None:
     """Nothing on the wire where nothing changes, and never more than the weights themselves."""
     full = publish_time(V3, setup("distributed", sources=8)).terms["gather and broadcast"]
