@@ -96,7 +96,8 @@ def pack(where: Path, stream: list[NamedTensor], number: int, count: int, spec: 
     """As source `number` of `count` expert-parallel ranks: each bucket is packed once a buffer is free."""
     config = PublishConfig(path="distributed", bucket_bytes=BUCKET)
     target = PublishTarget(urls=("http://unused",), kind="sglang", spec=spec, config=config)
-    publisher, size = SourcesPublisher(target, rank=number), len(stream) // count
+    publisher: Any = SourcesPublisher(target, rank=number)
+    size = len(stream) // count
     for bucket in publisher._encoded(iter(stream[number * size : (number + 1) * size])):
         publisher.host.give(bucket.nbytes)
         publisher._transport._pool.give_back(*bucket.send.args)

@@ -60,6 +60,7 @@ RULES = {
     "rollout.vllm": f"{CONTRACTS} routing_replay rollout.concurrency rollout.seeds rollout.sglang rollout.wire",
     "rollout.publish": f"{CONTRACTS} quant rollout.config rollout.server_key rollout.server_url rollout.sglang"
     " rollout.vllm rollout.wire",
+    "rollout.publish.sources": f"{CONTRACTS} quant.registry rollout.publish rollout.sglang",
     "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds",
     "rollout.embedded.families": "",
     "rollout.embedded.cache": "rollout.embedded.families",
@@ -82,8 +83,8 @@ RULES = {
     " megatron_bridge.optim",
     "megatron_bridge.step": f"{CONTRACTS} quant routing_replay megatron_bridge.config megatron_bridge.families"
     " megatron_bridge.device megatron_bridge.optim megatron_bridge.model",
-    "megatron_bridge.weights": f"{CONTRACTS} megatron_bridge.families megatron_bridge.convert megatron_bridge.device"
-    " megatron_bridge.optim megatron_bridge.model megatron_bridge.step",
+    "megatron_bridge.weights": f"{CONTRACTS} megatron_bridge.config megatron_bridge.families megatron_bridge.convert"
+    " megatron_bridge.device megatron_bridge.optim megatron_bridge.model megatron_bridge.step",
     "megatron_bridge.trainer": f"{CONTRACTS} quant.exact routing_replay megatron_bridge",
     "megatron_bridge.fake.substitutes": "routing_replay miles_like.types megatron_bridge.config megatron_bridge.plan"
     " megatron_bridge.device megatron_bridge.model",

@@ -128,7 +128,7 @@ class _Asking:
     def around(self, work: Work, part: Part) -> PublishReport:
         try:
             return work(part)
-        finally:  # also where it has not drained the weights: nobody waits in a collective for the rest
+        finally:  # also where it has not drained the weights: no rank gathers the rest
             self._ask(_END)
 
     def weights(self) -> Iterator[NamedTensor]:
