@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
+
 from megatron_bridge.families.registry import family_of
 from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.types import NamedTensor
@@ -15,6 +17,7 @@ from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.publish.servers import ServerSet
+from rollout.wire import endpoints
 from tests.support.published import mapped_segments
 from tests.support.source_ranks import connect, source_rank
 from tests.support.spawn import run_ranks
@@ -46,6 +49,10 @@ class Stock:
             handles="memory" if publish.path == "tensor" else None,
             timeout_s=300.0,
         )
+
+    def version(self) -> str:
+        reply = httpx.get(self.url + endpoints.MODEL_INFO, timeout=60, trust_env=False)
+        return str(reply.json()["weight_version"])
 
     def checksums(self) -> tuple[Mapping[str, str], ...]:
         servers = ServerSet([self.url], 60)
@@ -110,15 +117,15 @@ def _sent_by_stages(
             found.append([dict(sums) for sums in stock.checksums()])
         r.trainer.signals.meet()
 
-    with source_rank(rank, world, port, model, "pp2") as r:
+    with source_rank(rank, world, port, model, "pp2, one layer first") as r:
         request(1.0)
         request(1.5)
         for size in SIZES:
             connect(r, stock.target(path="distributed", bucket_bytes=size))
             version += 1
             report = r.publish(version)
-            assert rank or report.bytes == stock.checkpoint.nbytes
             if not rank:
+                assert report.bytes == stock.checkpoint.nbytes and stock.version() == str(version)
                 found.append([dict(sums) for sums in stock.checksums()])
             r.trainer.signals.meet()
             if size != SIZES[-1]:

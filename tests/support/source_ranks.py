@@ -20,7 +20,7 @@ LAYOUTS: Mapping[str, dict[str, int]] = {
     "tp2": {"tp": 2},
     "tp2_ep2": {"tp": 2, "ep": 2},  # rank 1 sends experts, and helps rank 0 to gather the rest
     "tp2_etp2": {"tp": 2, "etp": 2},
-    "pp2_vpp2": {"pp": 2, "vpp": 2},
+    "pp2, one layer first": {"pp": 2, "first_stage_layers": 1},
 }
 
 
