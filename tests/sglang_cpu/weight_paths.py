@@ -94,7 +94,7 @@ def check_sources(stock: Stock, model: Path) -> None:
     TensorPublisher(stock.target(path="tensor"), send=True).publish(stock.weights(1.0), version=30)
     assert stock.checksums() == first
     wanted, others, *by_size = found
-    assert len(wanted) == stock.tp_size and by_size == [wanted] * len(SIZES)
+    assert len(wanted) == stock.tp_size and by_size == [wanted] * 2
     for before, after in zip(others, wanted, strict=True):
         assert sum(before[n] != after[n] for n in before) > 0.9 * len(before)
 
@@ -120,7 +120,7 @@ def _sent_by_stages(
     with source_rank(rank, world, port, model, "pp2, one layer first") as r:
         request(1.0)
         request(1.5)
-        for size in SIZES:
+        for size in SIZES[:2]:
             connect(r, stock.target(path="distributed", bucket_bytes=size))
             version += 1
             report = r.publish(version)
@@ -128,7 +128,7 @@ def _sent_by_stages(
                 assert report.bytes == stock.checkpoint.nbytes and stock.version() == str(version)
                 found.append([dict(sums) for sums in stock.checksums()])
             r.trainer.signals.meet()
-            if size != SIZES[-1]:
+            if size == SIZES[0]:
                 request(1.5)
                 found[-1:] = []
     return found

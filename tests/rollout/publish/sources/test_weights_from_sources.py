@@ -242,9 +242,10 @@ def _dies(rank: int, world: int, port: int, hf: Path, urls: list[str], out: Path
         connect(r, Published(*CASE).target(urls, "distributed", bucket_bytes=1), Faulty)
         r.publish(201)
         r.publisher.turns = 0
-        r.publisher._turns._limit_s = 3.0
         if rank:
             r.publisher.act = lambda: os._exit(9)
+        else:
+            r.publisher._turns._limit_s = 2.0
         scale(r)
         try:
             r.publish(202)
