@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 
 from megatron_bridge.config import ParallelConfig
+from megatron_bridge.device.device import init_device
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.weights.export import _Exporter, _Slot
 from megatron_bridge.weights.sources import SourcePlan, sources_of
 from tests.support.published import FAMILIES
+
+init_device()
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "one": {},
@@ -82,9 +85,6 @@ def test_every_tensor_has_one_source(family: str, layout: str, most: int) -> Non
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_those_who_gather_are_the_process_groups_of_the_source(layout: str) -> None:
-    from megatron_bridge.device.device import init_device
-
-    init_device()
     from megatron.core.parallel_state import RankGenerator
 
     c, order = ParallelConfig(**LAYOUTS[layout]), "tp-cp-ep-dp-pp"
