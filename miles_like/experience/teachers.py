@@ -33,7 +33,7 @@ from miles_like.types import (
     ServerLost,
 )
 from rollout.concurrency import all_or_first_error
-from rollout.sglang.client import NoAnswer, RolloutError, ServerClient
+from rollout.sglang.client import RolloutError, ServerClient
 from rollout.wire.scores import PromptScores
 
 PromptOf = Callable[[Prompt], Sequence[int]]  # prompt tokens that a teacher is fed
@@ -166,7 +166,7 @@ class ServerTeacher:
                 scores = await client.score_after(texts, start, top=self.top_k)
                 break
             except RolloutError as e:
-                if not left or not (self.own or (isinstance(e, NoAnswer) and len(self.clients) > 1)):
+                if not left or not (self.own or (isinstance(e, ServerLost) and len(self.clients) > 1)):
                     raise
                 hangs = isinstance(e, ServerLost) and left == 1
             if not self.own:  # a server of the rollout, which the run replaces; another has the same weights

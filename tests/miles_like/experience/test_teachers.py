@@ -31,7 +31,7 @@ from miles_like.types import (
     TrainBatch,
     VersionSpan,
 )
-from rollout.sglang.client import NoAnswer, RolloutError, SGLangClient
+from rollout.sglang.client import EngineEnded, NoAnswer, RolloutError, SGLangClient
 from rollout.wire.scores import PromptScores
 from tests.support.embedded_fixtures import oracle, save, served, service
 from tests.support.refusals import refuses
@@ -412,10 +412,11 @@ def test_a_request_is_sent_three_times(failures: int, monkeypatch: pytest.Monkey
                 asyncio.run(scored)
 
 
-def test_a_server_of_the_rollout_that_does_not_answer_is_passed_over() -> None:
+@pytest.mark.parametrize("error", [NoAnswer, EngineEnded])
+def test_a_server_of_the_rollout_that_does_not_answer_is_passed_over(error: type[RolloutError]) -> None:
     """The run replaces it at the next publication; its own teacher's servers are asked again where they are. A refusal
     is no such failure: every server gives it."""
-    dead, alive = Flaky(1 << 30, "http://dead", NoAnswer), Flaky(0, "http://alive")
+    dead, alive = Flaky(1 << 30, "http://dead", error), Flaky(0, "http://alive")
     both: Any = (dead, alive)
     (first, second) = asyncio.run(ServerTeacher(name="self", clients=both, at_once=1, own=False).score(groups()))
     assert [len(s.logprobs) for s in (*first, *second)] == [3, 5, 1, 0]
