@@ -46,6 +46,7 @@ from megatron_bridge.weights.checkpoint import begin_save, host_copy, load_check
 from megatron_bridge.weights.checkpoint_writer import CheckpointSave  # noqa: E402
 from megatron_bridge.weights.copies import WeightCopies  # noqa: E402
 from megatron_bridge.weights.export import ExportPlan  # noqa: E402
+from megatron_bridge.weights.shards import LocalShards  # noqa: E402
 from megatron_bridge.weights.sources import WeightSources  # noqa: E402
 from miles_like.hf.checkpoint import read_config  # noqa: E402
 from miles_like.protocols import LossFn  # noqa: E402
@@ -62,6 +63,8 @@ class MegatronTrainer:
 
     Raises ValueError when the layout does not fit the model or the number of ranks.
     """
+
+    _shards: LocalShards | None = None
 
     def __init__(
         self,
@@ -317,6 +320,17 @@ class MegatronTrainer:
             mtp = bool(self.models[0].config.mtp_num_layers)
             self._export = ExportPlan(self.chunks, self.family, self.hf, self.parallel, mtp=mtp)
         return self._export
+
+    def shards(self) -> LocalShards:
+        """The part of `export` that this rank holds, and where its current values are. Collective, under the conditions
+        of `export`; the same object each time."""
+        self._sleep.require_awake("shards", parameters=True)
+        self.copies.assert_not_swapped()
+        finish_param_gather(self.chunks)
+        if self._shards is None:
+            tensors = self.family.bind(self.hf, mtp=bool(self.models[0].config.mtp_num_layers))
+            self._shards = LocalShards(self.chunks, tensors, self.parallel, self._export_plan())
+        return self._shards
 
     def sleep(self) -> Mapping[str, int]:
         """Free the device's memory of parameters, gradients and optimizer state, which the host keeps meanwhile;

@@ -5,7 +5,7 @@ Letters: G samples a prompt, S tokens a sample, T packed tokens, N samples a pac
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -31,6 +31,7 @@ from miles_like.types import (
     TrainBatch,
     Unit,
     Unscored,
+    WeightRegion,
 )
 from routing_replay.align import ShardSpec
 
@@ -333,6 +334,42 @@ class WeightSources(Protocol):
         """The tensors of a chunk, on its source; none on other ranks. Collective over those that help it."""
 
 
+class WeightShards(Protocol):
+    """What one trainer rank holds of the published weights, where it is."""
+
+    @property
+    def regions(self) -> Sequence[WeightRegion]:
+        """Those of all ranks cover each tensor once, or hold equal copies of a region."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of all tensors of the model, in the order of `RankTrainer.export`."""
+
+    def values(self, numbers: Iterable[int]) -> Iterator[Tensor]:
+        """The current values of these `regions`, [rows, columns]; they may share memory with the parameters. No
+        communication."""
+
+    def gathered(self, names: Container[str]) -> Iterator[NamedTensor]:
+        """Whole tensors, as `RankTrainer.export` yields them: those in `names`, and those that are gathered with one.
+        Draining it is collective."""
+
+
+class ShardedWeights(Protocol):
+    """The weights of one trainer rank for a publisher that sends shards. Iteration yields the whole stream."""
+
+    def __iter__(self) -> Iterator[NamedTensor]: ...
+    @property
+    def number(self) -> int:
+        """Of this publication, equal on all ranks: each has another one."""
+
+    @property
+    def signals(self) -> Signals: ...
+    @property
+    def shards(self) -> WeightShards: ...
+    def gathered(self, names: Container[str]) -> Iterator[NamedTensor]:
+        """As `WeightShards.gathered`, paced: no rank is in a collective while another waits for a server."""
+
+
 class RankTrainer(Protocol):
     """One rank of the trainer; every method is collective.
 
@@ -374,6 +411,9 @@ class RankTrainer(Protocol):
 
     def load_copy(self, name: str, path: Path) -> None: ...
     def export(self) -> Iterator[NamedTensor]: ...
+    def shards(self) -> WeightShards:
+        """The part of `export` that this rank holds. The object may be kept; its values are the current ones."""
+
     def sources(self, most: int) -> WeightSources:
         """The division of what `export` yields; most: sources where there are more of them than pipeline stages."""
 

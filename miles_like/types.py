@@ -48,6 +48,17 @@ class NamedTensor(NamedTuple):
     tensor: Tensor
 
 
+class WeightRegion(NamedTuple):
+    """A rectangle of one Hugging Face tensor, which a trainer rank holds. A tensor of one dimension has one column."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor, of one or two dimensions
+    dtype: str  # torch's name of that in which it is published
+    rows: tuple[int, int]  # the first, and the one after the last
+    columns: tuple[int, int]
+    stage: int  # pipeline stage of the rank
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A prompt. It is tokenized once; nothing downstream tokenizes it again."""

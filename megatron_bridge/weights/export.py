@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -101,13 +101,17 @@ class ExportPlan:
         for bucket in self._buckets:
             yield from self.exporter.names(bucket)
 
-    def export(self, *, computed: bool = False) -> Iterator[NamedTensor]:
+    def export(self, *, computed: bool = False, only: Container[str] | None = None) -> Iterator[NamedTensor]:
         """Yield every Hugging Face tensor of the model once, in the same order on all ranks, with the parameters'
         current values; `computed`: of the weights that the model computes with, which are rounded in quantization-aware
         training. gate_proj is followed by its up_proj. A tensor may share memory with its bucket or with the model: use
-        or copy it before the next optimizer step. Draining the iterator is collective."""
+        or copy it before the next optimizer step. Draining the iterator is collective.
+
+        only: the same on all ranks; other slots than those with a tensor of such a name are left out."""
         for bucket in self._buckets:
-            yield from self.exporter.export(bucket, _computed if computed else _served)
+            chosen = bucket if only is None else [slot for slot in bucket if self.exporter.has(slot, only)]
+            if chosen:
+                yield from self.exporter.export(chosen, _computed if computed else _served)
 
 
 def _all_slots(chunks: Sequence[torch.nn.Module], tensors: TensorMap, parallel: ExportGroups) -> list[_Slot]:
@@ -217,6 +221,10 @@ class _Exporter:
                 tensor = next(tensors)
                 yield NamedTensor(name, tensor)
                 yield from (NamedTensor(copy, tensor) for copy in copies)
+
+    def has(self, slot: _Slot, names: Container[str]) -> bool:
+        """Whether one of `names` is a tensor of the slot."""
+        return any(name in names for name in self.names([slot]))
 
     def _names(self, slot: _Slot, only: int | None) -> Iterator[tuple[str, ...]]:
         """For each tensor of a slot, its name and the names of its copies."""

@@ -3,7 +3,9 @@ in every layout, or the rollout serves a model that was never trained.
 
 Two independent oracles: the loaded shards are compared with slices of the Hugging Face tensors taken here by the rules
 of tensor, expert and pipeline parallelism, so that errors of conversion and export cannot cancel; and every rank's
-exported stream is compared with the input, names, shapes, dtypes and bits.
+exported stream is compared with the input, names, shapes, dtypes and bits. The same holds of the shards that are
+published without an export (`weights/shards.py`): each rank's regions have the values of the input there, and together
+they cover each tensor once, or are copies.
 Not covered: expert tensor parallelism beyond 2, padded vocabularies, checkpoints of TransformerEngine's spec.
 """
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
 from miles_like.hf.checkpoint import HFCheckpoint
+from miles_like.types import WeightRegion
 from tests.support.chosen import chosen, later
 from tests.support.layouts import EXPERTS, ROUTED
 from tests.support.spawn import free_port, run_ranks
@@ -146,6 +149,13 @@ def _wrong_shards(chunk: Any, hf: dict[str, Tensor], config: dict[str, Any], par
     return wrong
 
 
+def _there(t: Tensor, region: WeightRegion) -> Tensor:
+    """The values of a region."""
+    (a, b), (c, d) = region.rows, region.columns
+    assert region.shape == tuple(t.shape) and region.dtype == str(t.dtype).removeprefix("torch.")
+    return t.view(len(t), -1)[a:b, c:d]
+
+
 def _check_layouts(rank: int, world_size: int, spare: int, root: str, jobs: dict[str, int]) -> dict[str, Any]:
     """Case -> what is wrong; a case is "MODEL-LAYOUT[-no_mtp]", its value a free port."""
     report = {}
@@ -155,6 +165,7 @@ def _check_layouts(rank: int, world_size: int, spare: int, root: str, jobs: dict
         tensors = dict(HFCheckpoint(Path(root) / name).stream())
         chunks, parallel = megatron_rank(config, rank, world_size, port, mtp=mtp, **LAYOUTS.get(layout, {}))
         from megatron_bridge.weights.export import ExportPlan
+        from megatron_bridge.weights.shards import LocalShards
 
         load_converted(chunks, parallel, Path(root) / f"{name}-megatron")
         plans = [
@@ -162,6 +173,8 @@ def _check_layouts(rank: int, world_size: int, spare: int, root: str, jobs: dict
             for b in (1 << 30, 40_000)  # one bucket of a kind, and many
         ]
         exports = [{n: t.clone() for n, t in plan.export()} for plan in plans]
+        shards = LocalShards(chunks, family_of(config).bind(config, mtp=mtp), parallel, plans[0])
+        held = list(zip(shards.regions, shards.values(range(len(shards.regions))), strict=True))
         draft = tuple(f"model.layers.{config['num_hidden_layers'] + j}." for j in range(2))
         wanted = {n for n in tensors if mtp or not n.startswith(draft)}
         report[case] = {
@@ -169,6 +182,8 @@ def _check_layouts(rank: int, world_size: int, spare: int, root: str, jobs: dict
             "wrong_exports": [n for e in exports for n, t in e.items() if not _same(t, tensors[n])],
             "missing": [sorted(wanted ^ set(e)) for e in exports],
             "orders": [list(e) for e in exports],
+            "regions": shards.regions,
+            "wrong_regions": [r for r, value in held if not _same(value, _there(tensors[r.name], r))],
         }
         leave()
     return report
@@ -196,6 +211,18 @@ def test_shards_and_exports_are_the_checkpoint(case: str, reports: list[dict[str
         assert report["wrong_shards"] == []
         assert report["wrong_exports"] == []
         assert report["missing"] == [[], []]
+
+
+@pytest.mark.parametrize("case", later([*CASES, *ALONE], FIRST, beside=HERE))
+def test_the_regions_of_all_ranks_are_each_tensor_once(case: str, reports: list[dict[str, Any]]) -> None:
+    found = [report[case] for report in reports if case in report]
+    assert [report["wrong_regions"] for report in found] == [[]] * len(found)
+    covered: dict[str, Tensor] = {}
+    for region in {r._replace(stage=0) for report in found for r in report["regions"]}:
+        times = covered.setdefault(region.name, torch.zeros(region.shape, dtype=torch.int8))
+        _there(times, region._replace(dtype="int8")).add_(1)
+    assert covered.keys() == set(found[0]["orders"][0])
+    assert all(bool((times == 1).all()) for times in covered.values())
 
 
 @pytest.mark.parametrize("case", later(CASES, FIRST, beside=HERE))
