@@ -228,8 +228,9 @@ class PublishConfig(Section):
     # how weights reach the servers. tensor: servers on the host of trainer rank 0 open its shared memory or that of
     # its GPU, others get them within requests; distributed: by broadcasts to all ranks of all servers, over NCCL
     # between GPUs and gloo otherwise; disk: as a checkpoint on a shared disk; delta: as what has changed since the
-    # version that the servers hold, on a shared disk, to the embedded engine
-    path: Literal["tensor", "distributed", "disk", "delta"] = "tensor"
+    # version that the servers hold, on a shared disk, to the embedded engine; reshard: from the trainer ranks that hold
+    # them to the ranks of the servers that keep them, without a gather, over gloo to the embedded engine
+    path: Literal["tensor", "distributed", "disk", "delta", "reshard"] = "tensor"
     # trainer ranks that send with path = "distributed", each in a process group with all ranks of all servers: one for
     # each pipeline stage, or one for each expert-parallel rank of each stage where these are at most so many
     sources: int = Field(8, ge=1)
@@ -252,6 +253,11 @@ class PublishConfig(Section):
     def check(self, *, engine: str, ranks: int, takes_turns: bool, gpus: bool = False) -> None:
         """Raises ValueError where the servers cannot take weights by this path. ranks: of an embedded server;
         takes_turns: servers release their weights while the trainer computes; gpus: they compute on GPUs."""
+        if self.path == "reshard" and engine != "embedded":
+            raise ValueError(
+                f"publish.path = 'reshard' with rollout.engine = {engine!r}, whose ranks receive no slices: set "
+                "publish.path = 'distributed' or 'disk', or rollout.engine = 'embedded'"
+            )
         if self.path == "distributed" and takes_turns and gpus:
             raise ValueError(
                 "publish.path = 'distributed', but servers are on GPUs of trainer ranks (cluster.colocate), and an "

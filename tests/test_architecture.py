@@ -50,6 +50,7 @@ RULES = {
     "rollout.concurrency": "",
     "rollout.seeds": "",
     "rollout.wire": "miles_like.types",
+    "rollout.wire.reshard": "rollout.wire",
     "rollout.server_key": "rollout.wire",
     "rollout.vllm_command": "rollout.config",
     "rollout.guard": "rollout.server_key miles_like.limits miles_like.variables",
@@ -60,6 +61,7 @@ RULES = {
     "rollout.vllm": f"{CONTRACTS} routing_replay rollout.concurrency rollout.seeds rollout.sglang rollout.wire",
     "rollout.publish": f"{CONTRACTS} quant rollout.config rollout.server_key rollout.server_url rollout.sglang"
     " rollout.vllm rollout.wire",
+    "rollout.publish.reshard": f"{CONTRACTS} quant rollout.server_key rollout.sglang rollout.wire rollout.publish",
     "rollout.publish.sources": f"{CONTRACTS} quant.registry rollout.publish rollout.sglang",
     "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds",
     "rollout.embedded.families": "",
@@ -67,7 +69,8 @@ RULES = {
     "rollout.embedded.model": "miles_like.hf quant rollout.embedded.cache rollout.embedded.families rollout.wire",
     "rollout.embedded.updates": "miles_like.types rollout.wire",
     "rollout.embedded.engine": "miles_like.types rollout.embedded.cache rollout.embedded.model rollout.wire",
-    "rollout.embedded.ranks": "miles_like.hf quant rollout.embedded.cache rollout.embedded.model rollout.wire",
+    "rollout.embedded.ranks": "miles_like.hf quant rollout.embedded.cache rollout.embedded.model"
+    " rollout.embedded.updates rollout.wire",
     "rollout.embedded.server": f"{CONTRACTS} quant.hf_config rollout.config rollout.server_key rollout.wire"
     " rollout.embedded",
     # megatron_bridge

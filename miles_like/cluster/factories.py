@@ -18,6 +18,8 @@ from rollout.publish.delta_publisher import DeltaPublisher
 from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget, Sent, publish_stream
 from rollout.publish.publisher import TensorPublisher
+from rollout.publish.reshard.member import Member
+from rollout.publish.reshard.publisher import ReshardPublisher
 from rollout.publish.sources.publisher import SourcesPublisher
 
 _log = logging.getLogger(__name__)
@@ -63,6 +65,8 @@ class PublisherRecipe:
             return DeltaPublisher(self.target, self.shared, rank=rank, ranks=ranks)
         if path == "disk":
             return DiskPublisher(self.target, self.shared, rank=rank, ranks=ranks)
+        if path == "reshard":
+            return Member(self.target, rank=rank, ranks=ranks) if rank else ReshardPublisher(self.target, ranks=ranks)
         if path == "tensor" and self.target.handles is None and rank == 0:
             _log.warning(
                 "publish.path = 'tensor' sends the weights within requests, %d times for each server, because not "

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from miles_like.cluster.gathering import Gathering
 from miles_like.cluster.pacing import Pacer
+from miles_like.cluster.rank_weights import RankWeights
 from miles_like.protocols import RankTrainer, WeightPublisher
 from miles_like.types import MicroBatch, PublishReport, Scored, StepReport
 from rollout.publish.sources.publisher import SourcesPublisher
@@ -36,6 +37,7 @@ class Rank:
     """
 
     publisher: WeightPublisher | None = None
+    _publications = 0  # as many on every rank
 
     def start(self, factory: TrainerFactory, rank: int, world: int, host: str, port: int) -> Place:
         self.rank, self.world = rank, world
@@ -76,14 +78,16 @@ class Rank:
 
     def publish(self, version: int) -> PublishReport:
         assert self.publisher is not None, "publish before connect"
+        self._publications += 1
         with self.trainer.parameters():
             if isinstance(self.publisher, SourcesPublisher):
                 sources = self.trainer.sources(self.publisher.most_sources)
                 work = partial(self.publisher.publish_part, version=version)
                 return self.gathering.publish(sources, work, version=version)
-            return self.publisher.publish(
-                self.pacer.paced(self.trainer.export(), together=self.publisher.every_rank), version=version
+            weights = RankWeights(
+                self.trainer, self.pacer, number=self._publications, together=self.publisher.every_rank
             )
+            return self.publisher.publish(weights, version=version)
 
     @cached_property
     def pacer(self) -> Pacer:

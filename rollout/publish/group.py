@@ -175,16 +175,16 @@ class GroupTransport:
         except RuntimeError as e:  # of the group
             membership.leave()
             answers.result_of(asked)
-            raise RolloutError(f"the process group of the weights failed: {_first_line(e)}") from e
+            raise RolloutError(f"the process group of the weights failed: {first_line(e)}") from e
         self._pool.give_back(buffer)
 
     def _joined(self, servers: ServerSet) -> _Membership:
         target, name = self._target, f"miles-like-{secrets.token_hex(8)}"
         size = 1 + target.tp_size * len(servers.urls)
         limit = timedelta(seconds=target.timeout_s)
-        listener = _listener(_address_towards(servers.urls))
-        host, port = listener.getsockname()[:2]
-        store = [TCPStore(host, port, None, True, limit, False, master_listen_fd=listener.detach())]
+        listening = listener(address_towards(servers.urls))
+        host, port = listening.getsockname()[:2]
+        store = [TCPStore(host, port, None, True, limit, False, master_listen_fd=listening.detach())]
         client = TCPStore(host, port, None, False, limit, False)
         bodies = [
             InitGroup(
@@ -197,7 +197,7 @@ class GroupTransport:
             ).to_json()
             for i in range(len(servers.urls))
         ]
-        answers = _Answers(name, target.key, partial(_later, store.clear))
+        answers = _Answers(name, target.key, partial(later, store.clear))
         asked = self._requests.submit(servers.change_each, endpoints.INIT_GROUP, bodies, answers)
         try:
             members = join_group(
@@ -207,7 +207,7 @@ class GroupTransport:
             answers.result_of(asked)
             raise RolloutError(
                 f"the process group of the weights was not made within {target.timeout_s:g} s "
-                f"(rollout.request_timeout_s): {_first_line(e)}"
+                f"(rollout.request_timeout_s): {first_line(e)}"
             ) from e
         membership = _Membership(name, store[0], members)
         try:
@@ -221,7 +221,7 @@ class GroupTransport:
 def _nothing() -> None: ...
 
 
-def _later(act: Callable[[], None]) -> None:
+def later(act: Callable[[], None]) -> None:
     """Of the store of a join that has failed: without it the others stop to wait at it. A server that has not
     connected to it yet would try to for half an hour, so it is there for some seconds more."""
     timer = threading.Timer(_CONNECT_S, act)
@@ -234,7 +234,7 @@ def _dissolve(membership: _Membership, urls: Sequence[str], key: ServerKey | Non
     tell_to_leave(urls, membership.name, key)
 
 
-def _address_towards(urls: Sequence[str]) -> str:
+def address_towards(urls: Sequence[str]) -> str:
     """The address of this host that the servers can reach: loopback if all are there, else that of the interface from
     which packets to the first other one leave."""
     away = next((url for url in urls if not on_loopback(url)), None)
@@ -247,7 +247,7 @@ def _address_towards(urls: Sequence[str]) -> str:
         return str(s.getsockname()[0])
 
 
-def _listener(host: str) -> socket.socket:
+def listener(host: str) -> socket.socket:
     """A socket that listens at a port outside of those that the kernel gives to outgoing connections. Raises
     RolloutError."""
     for _ in range(_PORTS):
@@ -262,5 +262,5 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _first_line(e: Exception) -> str:
+def first_line(e: Exception) -> str:
     return str(e).partition("\n")[0]

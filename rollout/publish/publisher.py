@@ -159,11 +159,13 @@ class TensorPublisher:
             body = UpdateVersion(new_version=str(version), abort_all_requests=False)
             servers.change(endpoints.UPDATE_VERSION, body.to_json())
         flush_cache(servers, self._mode)
-        checksums: RankChecksums = ()
-        if self._target.config.verify:
-            checksums = compare_checksums(servers, self._sent.checksums(sent) if embedded else None)
+        checksums = self._compared(servers, sent) if self._target.config.verify else ()
         self._sent.acknowledge(sent)
         return total, checksums
+
+    def _compared(self, servers: ServerSet, sent: dict[str, str]) -> RankChecksums:
+        """What the servers hold, compared. sent: checksums of the tensors of this publication."""
+        return compare_checksums(servers, self._sent.checksums(sent) if self._target.kind == "embedded" else None)
 
     def _loaded(
         self, servers: ServerSet, buckets: Iterator[Bucket], version: int

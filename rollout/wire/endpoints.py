@@ -21,3 +21,10 @@ UPDATE_VERSION = "/update_weight_version"
 CHECKSUM = "/weights_checker"
 RELEASE_MEMORY = "/release_memory_occupation"
 RESUME_MEMORY = "/resume_memory_occupation"
+
+# of this project's embedded engine alone: weights that trainer ranks send each of its ranks
+WEIGHTS_LAYOUT = "/weights_layout"
+PLAN_SLICES = "/plan_weight_slices"
+JOIN_SLICES = "/init_weight_slices_group"
+UPDATE_FROM_SLICES = "/update_weights_from_slices"
+SLICE_HASHES = "/weight_slice_hashes"

@@ -1,14 +1,16 @@
 """Law: a run is the same run whether its server opens the published weights by handles, receives them in a process
-group, or loads them from a disk on which each rank has written a part.
+group, gets slices from the ranks that hold them, or loads them from a disk on which each rank has written a part.
 
 Two expert-parallel ranks gather the weights together; on the disk each writes its part, and the server loads what rank
-0 has joined. Whole runs on plain processes, byte for byte. Not covered: several nodes and their disks; stock SGLang;
-quantized weights and what a single publication holds (tests/rollout/publish).
+0 has joined; slices are not gathered. Whole runs on plain processes, byte for byte. Not covered: several nodes and
+their disks; stock SGLang; quantized weights and what a single publication holds (tests/rollout/publish).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import pytest
 
 from tests.support.forked import tail
 from tests.support.local_run import Runs, untimed
@@ -19,11 +21,31 @@ SETTINGS = ("parallel.dp=2", "parallel.ep=2", "train.steps=2", "eval.every=0", "
 def test_two_ranks_write_what_one_sends(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     with Runs(tmp_path / "home") as runs:
-        for path, name in (("tensor", "sent"), ("distributed", "broadcast"), ("disk", "written")):
+        for path, name in (
+            ("tensor", "sent"),
+            ("distributed", "broadcast"),
+            ("reshard", "sliced"),
+            ("disk", "written"),
+        ):
             settings = (*SETTINGS, f"publish.path={path}")
             assert runs.run(tmp_path / name, settings) == 0, tail(tmp_path / name / "driver.log")
-    sent, broadcast, written = (untimed(tmp_path / name / "metrics.jsonl") for name in ("sent", "broadcast", "written"))
-    assert sent == broadcast == written
+    names = ("sent", "broadcast", "sliced", "written")
+    sent, broadcast, sliced, written = (untimed(tmp_path / name / "metrics.jsonl") for name in names)
+    assert sent == broadcast == sliced == written
     assert [p.name for p in (tmp_path / "written" / "published").iterdir()] == ["version_2"]
     (index,) = (tmp_path / "written" / "published" / "version_2").glob("*.index.json")
     assert "model-00002-of-00002.safetensors" in index.read_text(), "two ranks wrote it"
+
+
+@pytest.mark.long(beside="tests/laws/test_published_on_disk.py")
+def test_divided_ranks_send_slices_to_a_divided_server(tmp_path: Path) -> None:
+    """Two tensor-parallel ranks, a server of two."""
+    divided = ("parallel.tp=2", "rollout.embedded.tp_size=2", *SETTINGS[2:])
+    (tmp_path / "home").mkdir()
+    with Runs(tmp_path / "home") as runs:
+        for path in ("tensor", "reshard"):
+            settings = (*divided, f"publish.path={path}")
+            assert runs.run(tmp_path / path, settings) == 0, tail(tmp_path / path / "driver.log")
+    assert untimed(tmp_path / "tensor" / "metrics.jsonl") == untimed(tmp_path / "reshard" / "metrics.jsonl")
+    ledgers = [(tmp_path / path / "ledger.jsonl").read_bytes() for path in ("tensor", "reshard")]
+    assert ledgers[0] == ledgers[1]

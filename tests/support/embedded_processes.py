@@ -64,7 +64,8 @@ def begun(path: Path, log: Path, *more: str, port: int | None = None) -> ServerP
     """A server that begins to start."""
     port = port or free_port()
     arguments = ["--model-path", str(path), "--port", str(port), "--threads", "1", "--weight-version", "0", *more]
-    process = warm_context().Process(target=_serve, args=(arguments, log), daemon=True)
+    alone = "--tp-size" not in more  # a daemon has no children, as ranks are
+    process = warm_context().Process(target=_serve, args=(arguments, log), daemon=alone)
     process.start()
     return ServerProcess(path, port, log, process)
 

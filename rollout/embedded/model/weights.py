@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -88,7 +88,7 @@ class WeightStore:
                 continue
             whole = len(rows) == (info.shape[0] if info.shape else 1)
             held = checkpoint.read(name) if whole else checkpoint.read_rows(name, rows.start, rows.stop)
-            self._check_finite(name, held)
+            self.check_finite(name, held)
             yield name, held
 
     # ---- received tensors
@@ -106,7 +106,7 @@ class WeightStore:
     def check(self, name: str, tensor: Tensor) -> None:
         """Raises ValueError when a streamed tensor does not fit this model, before a slice of it is kept."""
         self._check_header(name, tensor)
-        self._check_finite(name, tensor)
+        self.check_finite(name, tensor)
 
     def _check_header(self, name: str, tensor: Tensor) -> range | None:
         """Checks the name, shape and dtype of a whole stored tensor, which may be on the meta device -> its rows that
@@ -142,7 +142,7 @@ class WeightStore:
                 f"{self.spec.format} codes: publish in that format, or have its ignore rules name this module"
             )
 
-    def _check_finite(self, name: str, tensor: Tensor) -> None:
+    def check_finite(self, name: str, tensor: Tensor) -> None:
         if coded_weight_of(self._codec, name, tensor.dtype) is None and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
             raise ValueError(f"{name} has {bad} values that are not finite")
@@ -166,6 +166,34 @@ class WeightStore:
         if rows is None or not tensor.dim() or len(rows) == len(tensor):
             return None if rows is None else tensor
         return tensor[rows.start : rows.stop].clone()
+
+    def whole_stored(self) -> Iterator[tuple[str, torch.dtype | None, tuple[int, ...]]]:
+        """Name, dtype (None: any float) and shape of every stored tensor of the model, held or not, but for those that
+        the codec makes."""
+        for name, shape in self._expected.items():
+            if self.spec is None or self._codec is None or not self.spec.covers(name, shape):
+                yield name, None, shape
+                continue
+            for leaf, (dtype, stored) in self._codec.layout(shape, name).items():
+                if leaf not in self._codec.dropped:
+                    yield stored_name(name, leaf), dtype, stored
+
+    def rows_of(self, name: str, whole: Tensor, of: Sequence[Slices]) -> list[range | None]:
+        """The rows of a whole stored tensor, which may be on the meta device, that each of `of` holds. Raises as
+        `check`."""
+        self._check_header(name, whole)
+        weight, leaf = coded_weight_of(self._codec, name, whole.dtype) or (name, None)
+        return [self._stored_rows(weight, leaf, whole, slices) for slices in of]
+
+    def stored_tensor(self) -> Callable[[str], Tensor]:
+        """Of the name of a stored tensor: what is held of it, as received."""
+        weight_of = {stored: weight for weight, names in self.stored_names().items() for stored in names}
+
+        def find(name: str) -> Tensor:
+            value = self[weight_of[name]]
+            return value if isinstance(value, Tensor) else value.stored[name.rpartition(".")[2]]
+
+        return find
 
     def pair(self, held: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | QuantTensor]:
         """Joins the stored tensors of each quantized weight, cut to what is held. Raises ValueError naming the
@@ -313,6 +341,8 @@ class UpdateSession:
     refused: str = ""  # why a tensor was refused: an incomplete update must not be finished
     received: set[str] = field(default_factory=set)  # names of stored tensors
     staged: dict[str, Tensor] = field(default_factory=dict)  # what the store holds of them
+    pieces: set[int] = field(default_factory=set)  # those that have come, of an update in pieces
+    of_pieces: int = 0
 
     @property
     def idle_s(self) -> float:
@@ -338,8 +368,26 @@ class UpdateSession:
             self.staged[name] = held
         return True
 
+    def take(self, held: Mapping[str, Tensor]) -> None:
+        """Stages stored tensors that are cut to what the store holds, whose names, shapes and dtypes fit. Raises
+        ValueError for values that are not finite or a name that was sent before; `finish` then raises too."""
+        try:
+            for name, tensor in held.items():
+                self.store.check_finite(name, tensor)
+                if name in self.staged:
+                    raise ValueError(f"{name} was sent twice in one update")
+                self.staged[name] = tensor
+        except ValueError as e:
+            self.refused = self.refused or str(e)
+            raise
+
     def finish(self) -> dict[str, Tensor | QuantTensor]:
-        """The weights to replace. Raises ValueError when a tensor was refused or codes have no scale."""
+        """The weights to replace. Raises ValueError when a tensor was refused, codes have no scale, or a piece has not
+        come."""
         if self.refused:
             raise ValueError(f"the update is dropped, the old weights stay: {self.refused}")
+        if self.pieces and len(self.pieces) < self.of_pieces:
+            raise ValueError(
+                f"the update is dropped, the old weights stay: {len(self.pieces)} of {self.of_pieces} pieces have come"
+            )
         return self.store.pair(self.staged.items())  # tensors were checked in `add`

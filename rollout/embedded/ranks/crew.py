@@ -51,24 +51,27 @@ class Crew:
         self._failed, self._closing, self._lock = threading.Event(), False, threading.Lock()
         self._exchange: GlooExchange | None = None
         self._lines: list[Connection] = []
+        self._sides: list[Connection] = []  # for what waits for other processes, beside forward passes
         self._beats: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(1, size):
             line, their_line = context.Pipe()
+            side, their_side = context.Pipe()
             beats, their_beats = context.Pipe(duplex=False)
             self._lines.append(line)
+            self._sides.append(side)
             self._beats.append(beats)
-            foreign = [*self._lines, *self._beats] if isinstance(context, ForkContext) else []
+            foreign = [*self._lines, *self._sides, *self._beats] if isinstance(context, ForkContext) else []
             process = context.Process(  # type: ignore[attr-defined]
                 target=follow,
-                args=(their_line, their_beats, rank, size, threads, limit_s, foreign),
+                args=(their_line, their_side, their_beats, rank, size, threads, limit_s, foreign),
                 name=f"rank {rank}",
                 daemon=True,
             )
             process.start()
             self._processes.append(process)
-            their_line.close()
-            their_beats.close()
+            for end in (their_line, their_side, their_beats):
+                end.close()
         if size == 1:
             return
         threading.Thread(target=self._watch, daemon=True, name="ranks").start()
@@ -112,8 +115,18 @@ class Crew:
     ) -> list[T]:
         """The results of `own` here and of `operation` on the other ranks, in the order of ranks. each: arguments of
         ranks 1, 2, ... where they differ. Raises the first ValueError when all have answered, or RankLost."""
-        for rank in range(1, self.size):
-            self._send(rank, (operation, arguments if each is None else each[rank - 1]))
+        return self._joined(self._lines, own, operation, [arguments] * (self.size - 1) if each is None else each)
+
+    def beside(self, own: Callable[[], T], operation: str, each: Sequence[tuple[object, ...]]) -> list[T]:
+        """As `together` of methods of the ranks' `SliceReceiver`, which wait for other processes: forward passes run
+        meanwhile. One thread at a time."""
+        return self._joined(self._sides, own, operation, each)
+
+    def _joined(
+        self, lines: Sequence[Connection], own: Callable[[], T], operation: str, each: Sequence[tuple[object, ...]]
+    ) -> list[T]:
+        for rank, arguments in enumerate(each, 1):
+            self._send(rank, (operation, arguments), lines)
         refused: list[ValueError] = []
         results: list[T] = []
         try:
@@ -121,7 +134,7 @@ class Crew:
         except ValueError as e:
             refused.append(e)
         finally:  # an answer that nothing reads would be taken for that of a later operation
-            answers = [self._answer(rank) for rank in range(1, self.size)]
+            answers = [self._answer(rank, lines) for rank in range(1, self.size)]
         for rank, (kind, value) in enumerate(answers, 1):
             if kind == "refused":
                 refused.append(ValueError(f"rank {rank}: {value}"))
@@ -131,15 +144,15 @@ class Crew:
             raise refused[0]
         return results
 
-    def _send(self, rank: int, message: object) -> None:
+    def _send(self, rank: int, message: object, lines: Sequence[Connection] | None = None) -> None:
         try:
-            self._lines[rank - 1].send(message)
+            (lines or self._lines)[rank - 1].send(message)
         except OSError as e:
             raise RankLost(self.explain(str(e))) from e
 
-    def _answer(self, rank: int) -> tuple[str, Any]:
+    def _answer(self, rank: int, lines: Sequence[Connection] | None = None) -> tuple[str, Any]:
         try:
-            answer: tuple[str, Any] = self._lines[rank - 1].recv()
+            answer: tuple[str, Any] = (lines or self._lines)[rank - 1].recv()
         except (EOFError, OSError) as e:
             raise RankLost(self.explain(f"rank {rank} hung up")) from e
         return answer
@@ -196,7 +209,7 @@ class Crew:
         atexit.unregister(self.stop)
         with self._lock:
             self._closing = True
-        for line in self._lines:
+        for line in (*self._lines, *self._sides):
             line.close()  # on which they wait
         until = time.monotonic() + _STOP_S
         for process in self._processes:

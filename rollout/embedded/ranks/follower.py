@@ -29,6 +29,7 @@ from rollout.embedded.ranks.checksums import rank_checksums
 from rollout.embedded.ranks.gloo import GlooExchange, RankLost
 from rollout.embedded.ranks.packed import Packed, unpack
 from rollout.embedded.ranks.part import Kept, Part, opened, trim_heap
+from rollout.embedded.updates.slices import SliceReceiver
 
 BEAT_S = 1.0  # between two beats, at most
 _IN_PASSES = ("forward", "logits", "copy_pages")  # which rank 0 awaits in their exchanges
@@ -66,9 +67,9 @@ class SentTensor(NamedTuple):
 class Follower:
     """The operations, one method each; `Crew` has what rank 0 sends for them."""
 
-    def __init__(self, exchange: GlooExchange, launch: Launch) -> None:
+    def __init__(self, exchange: GlooExchange, receiver: SliceReceiver, launch: Launch) -> None:
         ops = operations(launch.shards)
-        self._exchange = exchange
+        self._exchange, self._receiver = exchange, receiver
         self._part = Part(opened(launch.path), launch.slices, launch.kept, ops, exchange=exchange)
         self._cache = KVCache(
             launch.slices.arch,
@@ -105,6 +106,13 @@ class Follower:
         assert self._session is not None
         for t in tensors:
             self._session.staged[t.name] = t.tensor()
+
+    def adopt_slices(self) -> None:
+        assert self._session is not None
+        self._session.take(self._receiver.take())
+
+    def slice_hashes(self) -> dict[str, str]:
+        return self._receiver.hashes(self._part.store.stored_tensor())
 
     def finish(self) -> list[str]:
         """Returns the names of the weights of which a part is held and was sent. Raises ValueError."""
@@ -149,7 +157,7 @@ class Follower:
 
 
 @torch.inference_mode()
-def _serve(line: Connection, rank: int, size: int, limit_s: float) -> None:
+def _serve(line: Connection, receiver: SliceReceiver, rank: int, size: int, limit_s: float) -> None:
     meeting = line.recv()
     exchange = GlooExchange(meeting, rank, size, limit_s=limit_s)
     line.send(("done", None))
@@ -159,7 +167,7 @@ def _serve(line: Connection, rank: int, size: int, limit_s: float) -> None:
         try:
             if name == "build":
                 follower, result = None, None  # frees the last one first
-                follower = Follower(exchange, *arguments)
+                follower = Follower(exchange, receiver, *arguments)
             else:
                 result = getattr(follower, name)(*arguments)
         except ValueError as e:
@@ -171,8 +179,24 @@ def _serve(line: Connection, rank: int, size: int, limit_s: float) -> None:
             line.send(("done", result))
 
 
+def _serve_beside(side: Connection, receiver: SliceReceiver) -> None:
+    """Does what waits for other processes, while forward passes run."""
+    try:
+        while True:
+            name, arguments = side.recv()
+            try:
+                side.send(("done", getattr(receiver, name)(*arguments)))
+            except ValueError as e:
+                side.send(("refused", str(e)))
+            except RuntimeError as e:  # rank 0 waits for an answer
+                side.send(("refused", f"{type(e).__name__}: {e}"))
+    except (EOFError, OSError):
+        return  # rank 0 has ended
+
+
 def follow(
     line: Connection,
+    side: Connection,
     beats: Connection,
     rank: int,
     size: int,
@@ -188,8 +212,10 @@ def follow(
         end.close()
     torch.set_num_threads(threads)
     threading.Thread(target=_beat, args=(beats, min(BEAT_S, limit_s / 4)), daemon=True).start()
+    receiver = SliceReceiver()
+    threading.Thread(target=_serve_beside, args=(side, receiver), daemon=True).start()
     try:
-        _serve(line, rank, size, limit_s)
+        _serve(line, receiver, rank, size, limit_s)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except RankLost:

@@ -9,15 +9,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 
-import orjson
 from fastapi import Request
 from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
@@ -25,9 +22,19 @@ from starlette.requests import ClientDisconnect
 
 from miles_like.types import NamedTensor
 from rollout.embedded.engine.requests import Completed, PromptSpec, specs_of
-from rollout.embedded.server.limits import Refused, RequestLimits, error_body
+from rollout.embedded.server.answers import (
+    aside,
+    beside,
+    client_of,
+    error_reply,
+    json_body,
+    json_reply,
+    parsed_json,
+)
+from rollout.embedded.server.limits import Refused, RequestLimits
 from rollout.embedded.server.openapi import document
 from rollout.embedded.server.service import held_bytes
+from rollout.embedded.server.slice_handlers import SliceHandlers
 from rollout.embedded.server.text import Text
 from rollout.embedded.server.worker import EngineStopped, EngineWorker, Generation
 from rollout.embedded.updates.groups import UpdateGroups, is_loopback
@@ -62,58 +69,10 @@ from rollout.wire.generate import GenerateRequest
 from rollout.wire.replies import Json
 from rollout.wire.scores import prompt_entries
 
-_INLINE = 32 << 10  # bytes of a request, or tokens of a reply, up to which the event loop does the work itself
 _MAX_FLUSH_S = 600.0
 _GONE = 499  # nginx's code: the client closed the connection
 _log = logging.getLogger("uvicorn.error")  # written to stderr by uvicorn
-A = TypeVar("A")
 T = TypeVar("T")
-
-
-def _json(body: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")
-
-
-def _error(message: str, status: int = 400, headers: dict[str, str] | None = None) -> Response:
-    return Response(error_body(message), status, headers, media_type="application/json")
-
-
-def _parsed(raw: bytes) -> Json:
-    try:
-        body = orjson.loads(raw) if raw else {}
-    except ValueError as e:
-        raise ValueError(f"the request is not JSON: {e}") from None
-    if not isinstance(body, dict):
-        raise ValueError(f"the request is a JSON {type(body).__name__}, want an object")
-    return body
-
-
-async def _body(request: Request) -> Json:
-    return await _beside(len(raw := await request.body()), _parsed, raw)
-
-
-async def _beside(size: int, run: Callable[[A], T], argument: A) -> T:
-    """Runs large work in a thread, so that it does not block the event loop."""
-    return await asyncio.to_thread(run, argument) if size > _INLINE else run(argument)
-
-
-async def _aside(run: Callable[[], T]) -> T:
-    """Runs what waits for other processes in a separate thread, which does not keep this process from ending."""
-    future: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(run())
-        except Exception as e:
-            future.set_exception(e)
-
-    threading.Thread(target=call, name="group", daemon=True).start()
-    return await asyncio.wrap_future(future)
-
-
-def _client(request: Request) -> str:
-    """The address of the client; "" where it is not known."""
-    return "" if request.client is None else request.client.host
 
 
 def answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -125,15 +84,17 @@ def answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
         except ClientDisconnect:
             return Response(status_code=_GONE)  # never sent, as the connection is closed
         except Refused as e:
-            return _error(str(e), e.status, {"connection": "close"})
+            return error_reply(str(e), e.status, {"connection": "close"})
         except EngineStopped as e:
-            return _error(str(e), HTTPStatus.SERVICE_UNAVAILABLE)
+            return error_reply(str(e), HTTPStatus.SERVICE_UNAVAILABLE)
         except ValueError as e:
-            return _error(str(e))
+            return error_reply(str(e))
         except Exception as e:
             _log.error("internal error at %s", request.url.path, exc_info=e)
             what = f"{type(e).__name__}: {e}"
-            return _error(f"internal error at {request.url.path} ({what}); the server's log has the traceback", 500)
+            return error_reply(
+                f"internal error at {request.url.path} ({what}); the server's log has the traceback", 500
+            )
 
     return answer
 
@@ -141,7 +102,7 @@ def answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
 async def http_error(request: Request, e: Exception) -> Response:
     """The response to a path or method that is not served."""
     assert isinstance(e, HTTPException)
-    return _error(
+    return error_reply(
         f"{request.method} {request.url.path} is not served: {e.detail}", e.status_code, dict(e.headers or {})
     )
 
@@ -162,7 +123,7 @@ class Handlers:
         self.text = Text.of(Path(args.model_path))
         self.args = args
         self.started = time.time()
-        self.groups = UpdateGroups()
+        self.groups, self.slices = UpdateGroups(), SliceHandlers(worker, limits)
         self.document = document(self.service.arch.vocab)
 
     async def _call(self, run: Callable[[], T], *, drain: bool = False) -> T:
@@ -173,17 +134,17 @@ class Handlers:
     async def generate(self, request: Request) -> Response:
         began = time.time()
         raw = await request.body()
-        parsed, specs, body = await _beside(len(raw), self._parse_generate, raw)
+        parsed, specs, body = await beside(len(raw), self._parse_generate, raw)
         done = await self._await_or_abort(request, self.worker.generate(specs))
 
         def answer(seconds: float) -> Response:
             replies = self._replies(parsed, specs, done, body, seconds)
-            return _json(replies[0] if parsed.single and parsed.n == 1 else replies)
+            return json_reply(replies[0] if parsed.single and parsed.n == 1 else replies)
 
-        return await _beside(sum(len(c.reply.output_ids) for c in done), answer, time.time() - began)
+        return await beside(sum(len(c.reply.output_ids) for c in done), answer, time.time() - began)
 
     def _parse_generate(self, raw: bytes) -> tuple[GenerateRequest, list[PromptSpec], Json]:
-        body = _parsed(raw)
+        body = parsed_json(raw)
         if "text" in body and "input_ids" not in body:
             texts = body["text"]
             self._check_samples(len(texts) if isinstance(texts, list) else 1)
@@ -258,7 +219,7 @@ class Handlers:
         return out
 
     async def abort(self, request: Request) -> Response:
-        a = AbortRequest.from_json(await _body(request))
+        a = AbortRequest.from_json(await json_body(request))
         engine, rid = self.service.engine, a.rid or ""
 
         def run() -> None:
@@ -269,14 +230,14 @@ class Handlers:
         return Response()
 
     async def pause(self, request: Request) -> Response:
-        mode = PauseRequest.from_json(await _body(request)).mode
+        mode = PauseRequest.from_json(await json_body(request)).mode
         await self._call(lambda: self.service.engine.pause(mode))
-        return _json({"message": "Generation paused successfully.", "status": "ok"})
+        return json_reply({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, request: Request) -> Response:
-        read(EmptyBody, await _body(request), endpoints.CONTINUE)
+        read(EmptyBody, await json_body(request), endpoints.CONTINUE)
         await self._call(self.service.engine.resume)
-        return _json({"message": "Generation continued successfully.", "status": "ok"})
+        return json_reply({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush_cache(self, request: Request) -> Response:
         until = time.monotonic() + _flush_timeout(request.query_params.get("timeout", "0"))
@@ -291,12 +252,12 @@ class Handlers:
     # ---- memory
 
     async def release_memory(self, request: Request) -> Response:
-        tags = ReleaseMemory.from_json(await _body(request)).named
-        return _json({"held": await self._call(lambda: self.service.release(tags))})
+        tags = ReleaseMemory.from_json(await json_body(request)).named
+        return json_reply({"held": await self._call(lambda: self.service.release(tags))})
 
     async def resume_memory(self, request: Request) -> Response:
-        tags = ResumeMemory.from_json(await _body(request)).named
-        return _json({"held": await self._call(lambda: self.service.resume(tags))})
+        tags = ResumeMemory.from_json(await json_body(request)).named
+        return json_reply({"held": await self._call(lambda: self.service.resume(tags))})
 
     # ---- information
 
@@ -304,7 +265,7 @@ class Handlers:
         return Response(status_code=200 if self.worker.alive else 503)
 
     async def openapi(self, request: Request) -> Response:
-        return _json(self.document)
+        return json_reply(self.document)
 
     async def model_info(self, request: Request) -> Response:
         path = str(self.service.model_path)
@@ -318,7 +279,7 @@ class Handlers:
             "model_type": self.service.config.get("model_type"),
             "architectures": self.service.config.get("architectures"),
         }
-        return _json(info | more)
+        return json_reply(info | more)
 
     async def server_info(self, request: Request) -> Response:
         engine = self.service.engine
@@ -341,38 +302,38 @@ class Handlers:
             "exact_fingerprint": await self._call(lambda: getattr(engine.model.ops, "fingerprint", None)),
             "version": "embedded",
         }
-        return _json(vars(self.args) | more)
+        return json_reply(vars(self.args) | more)
 
     async def checksum(self, request: Request) -> Response:
-        action = ChecksumRequest.from_json(await _body(request)).action
+        action = ChecksumRequest.from_json(await json_body(request)).action
         if action != "checksum":
-            return _json(
+            return json_reply(
                 Outcome(success=False, message=f"action {action!r} is not served: ask for checksum").to_json(), 400
             )
         sums = await self._call(self.service.checksums)
         whole = engine_checksum(sums)
         rank = RankReply(checksums=sums, per_gpu_checksum=whole)
-        return _json(ChecksumReply(ranks=(rank,), per_engine_checksum=whole).to_json())
+        return json_reply(ChecksumReply(ranks=(rank,), per_engine_checksum=whole).to_json())
 
     # ---- weights
 
     async def begin_update(self, request: Request) -> Response:
-        u = BeginUpdate.from_json(await _body(request))
+        u = BeginUpdate.from_json(await json_body(request))
         return await self._outcome(lambda: self.service.begin_update(u.weight_version))
 
     async def update_from_tensor(self, request: Request) -> Response:
-        u = UpdateFromTensor.from_json(await _body(request))
+        u = UpdateFromTensor.from_json(await json_body(request))
         if u.load_format not in (SAFETENSORS, SEGMENT) or len(u.serialized_named_tensors) != 1:
             message = (
                 f'this server reads one safetensors file in base64, load_format "{SAFETENSORS}", or one segment of '
                 f'shared memory, load_format "{SEGMENT}" (no pickle)'
             )
-            return _json(Outcome(success=False, message=message).to_json(), 400)
+            return json_reply(Outcome(success=False, message=message).to_json(), 400)
         (payload,) = u.serialized_named_tensors
         if u.load_format == SEGMENT:
-            if not is_loopback(client := _client(request)):
+            if not is_loopback(client := client_of(request)):
                 message = f"a segment of shared memory is read for clients on this host only, at loopback, not {client}"
-                return _json(Outcome(success=False, message=message).to_json(), 400)
+                return json_reply(Outcome(success=False, message=message).to_json(), 400)
             tensors = await asyncio.to_thread(read_segment, payload, self.limits.weights_bytes)
         else:
             tensors = await asyncio.to_thread(decode_safetensors, payload)
@@ -386,36 +347,38 @@ class Handlers:
         )
 
     async def init_group(self, request: Request) -> Response:
-        u = InitGroup.from_json(await _body(request))
-        client = _client(request)
+        u = InitGroup.from_json(await json_body(request))
+        client = client_of(request)
         return await self._grouped(lambda: self.groups.join(u, client))
 
     async def destroy_group(self, request: Request) -> Response:
-        u = DestroyGroup.from_json(await _body(request))
+        u = DestroyGroup.from_json(await json_body(request))
+        if await self.slices.leave(u):
+            return json_reply(Outcome(success=True, message="Succeeded.").to_json())
         return await self._grouped(lambda: self.groups.leave(u))
 
     async def _grouped(self, run: Callable[[], None]) -> Response:
         try:
-            await _aside(run)
+            await aside(run)
         except ValueError as e:
-            return _json(Outcome(success=False, message=str(e)).to_json(), 400)
-        return _json(Outcome(success=True, message="Succeeded.").to_json())
+            return json_reply(Outcome(success=False, message=str(e)).to_json(), 400)
+        return json_reply(Outcome(success=True, message="Succeeded.").to_json())
 
     async def update_from_distributed(self, request: Request) -> Response:
-        u = UpdateFromDistributed.from_json(await _body(request))
+        u = UpdateFromDistributed.from_json(await json_body(request))
         try:
             await self._call(lambda: self.service.require_update(u.weight_version))
-            tensors = await _aside(lambda: self.groups.receive(u, self.limits.weights_bytes))
+            tensors = await aside(lambda: self.groups.receive(u, self.limits.weights_bytes))
         except ValueError as e:
-            return _json(Outcome(success=False, message=str(e)).to_json(), 400)
+            return json_reply(Outcome(success=False, message=str(e)).to_json(), 400)
         return await self._stage(tensors, u)
 
     async def end_update(self, request: Request) -> Response:
-        u = EndUpdate.from_json(await _body(request))
+        u = EndUpdate.from_json(await json_body(request))
         return await self._outcome(lambda: self.service.end_update(u.weight_version), drain=True)
 
     async def update_from_disk(self, request: Request) -> Response:
-        u = UpdateFromDisk.from_json(await _body(request))
+        u = UpdateFromDisk.from_json(await json_body(request))
         more, path = {"num_paused_requests": 0}, Path(u.model_path)
         try:  # before waiting for running requests
             if u.load_format == DELTA:
@@ -427,7 +390,7 @@ class Handlers:
                 )
             checkpoint = await asyncio.to_thread(self.service.candidate, path)
         except ValueError as e:
-            return _json(Outcome(success=False, message=str(e)).to_json() | more, 400)
+            return json_reply(Outcome(success=False, message=str(e)).to_json() | more, 400)
         if u.abort_all_requests:
             await self._call(lambda: self.service.engine.abort(everything=True))
         return await self._outcome(
@@ -450,7 +413,7 @@ class Handlers:
         )
 
     async def update_version(self, request: Request) -> Response:
-        u = UpdateVersion.from_json(await _body(request))
+        u = UpdateVersion.from_json(await json_body(request))
 
         def run() -> None:
             if u.abort_all_requests:
@@ -463,8 +426,8 @@ class Handlers:
         try:
             await self._call(run, drain=drain)
         except ValueError as e:
-            return _json(Outcome(success=False, message=str(e)).to_json() | (more or {}), 400)
-        return _json(Outcome(success=True, message="Succeeded.").to_json() | (more or {}))
+            return json_reply(Outcome(success=False, message=str(e)).to_json() | (more or {}), 400)
+        return json_reply(Outcome(success=True, message="Succeeded.").to_json() | (more or {}))
 
 
 def _flush_timeout(text: str) -> float:

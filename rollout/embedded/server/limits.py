@@ -20,9 +20,9 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rollout.wire.bodies import MIB
-from rollout.wire.endpoints import UPDATE_FROM_DISTRIBUTED, UPDATE_FROM_TENSOR
+from rollout.wire.endpoints import PLAN_SLICES, UPDATE_FROM_DISTRIBUTED, UPDATE_FROM_TENSOR
 
-WEIGHTS = (UPDATE_FROM_TENSOR, UPDATE_FROM_DISTRIBUTED)  # the requests with the longest bodies
+WEIGHTS = (UPDATE_FROM_TENSOR, UPDATE_FROM_DISTRIBUTED, PLAN_SLICES)  # the requests with the longest bodies
 _SPARE_FILES = 128  # descriptors kept for files, pipes and the listener
 _SWEEP_S = 1.0
 _SLOWEST = MIB  # bytes/s: a body that arrives faster gets more time

@@ -8,6 +8,7 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from rollout.wire import control, endpoints
 from rollout.wire.bodies import Body, EmptyBody, GenerateBody
+from rollout.wire.reshard import requests as reshard
 
 Json = dict[str, Any]
 OPENAPI = "/openapi.json"
@@ -28,6 +29,9 @@ _CONTROL: tuple[type[control.Request], ...] = (
     control.ChecksumRequest,
     control.ReleaseMemory,
     control.ResumeMemory,
+    reshard.PlanSlices,
+    reshard.JoinSlices,
+    reshard.UpdateFromSlices,
 )
 _BODIES: dict[str, type[Body]] = {
     endpoints.GENERATE: GenerateBody,
@@ -77,6 +81,9 @@ _OUTCOMES = (
     endpoints.UPDATE_FROM_DISTRIBUTED,
     endpoints.INIT_GROUP,
     endpoints.DESTROY_GROUP,
+    endpoints.PLAN_SLICES,
+    endpoints.JOIN_SLICES,
+    endpoints.UPDATE_FROM_SLICES,
     endpoints.UPDATE_FROM_DISK,
     endpoints.END_UPDATE,
     endpoints.UPDATE_VERSION,
@@ -91,7 +98,8 @@ def document(vocabulary: int) -> Json:
     schemas["TokenId"] |= {"maximum": vocabulary - 1}
     paths: Json = {route: {"post": _operation(route, body)} for route, body in _BODIES.items()}
     paths[endpoints.GENERATE]["put"] = _operation(endpoints.GENERATE, GenerateBody)
-    for route in (endpoints.MODEL_INFO, endpoints.SERVER_INFO, endpoints.CHECKSUM):
+    own = (endpoints.WEIGHTS_LAYOUT, endpoints.SLICE_HASHES)
+    for route in (endpoints.MODEL_INFO, endpoints.SERVER_INFO, endpoints.CHECKSUM, *own):
         paths.setdefault(route, {})["get"] = {"responses": _answers({"type": "object"})}
     for route in (endpoints.HEALTH, HEALTH_GENERATE):
         paths[route] = {"get": {"responses": {"200": {"description": "serving"}, "503": {"description": "stopped"}}}}

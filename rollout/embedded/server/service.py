@@ -29,9 +29,12 @@ from rollout.embedded.ranks.crew import Crew, LedModel
 from rollout.embedded.ranks.follower import Launch, SentTensor
 from rollout.embedded.ranks.gloo import GlooExchange, RankLost
 from rollout.embedded.ranks.part import Kept, Part, as_value_errors, opened, trim_heap
+from rollout.embedded.ranks.slice_plans import layout_of, rank_plans
 from rollout.embedded.server.memory import Memory
+from rollout.embedded.updates.slices import Meeting, SliceReceiver
 from rollout.wire.bodies import MemoryTag
 from rollout.wire.deltas import DELTA, DeltaConfig
+from rollout.wire.reshard.requests import LayoutReply, PlanSlices
 
 SESSION_IDLE_S = 300.0
 
@@ -84,6 +87,7 @@ class Service:
         self._session: UpdateSession | None = None
         self._delta: ReadDelta | None = None  # prepared, to replace the weights
         self._memory = Memory()
+        self._receiver, self._pieces = SliceReceiver(), 0  # pieces of its plan
 
     def _loaded(
         self, checkpoint: HFCheckpoint, slices: Slices, kept: Kept, ops: Operations, limits: EngineLimits
@@ -153,6 +157,57 @@ class Service:
                     if (piece := self.store.cut(name, tensor, slices)) is not None:
                         sent.append(SentTensor.of(name, piece))
         self._crew.together(lambda: None, "stage", each=[(sent,) for _, sent in others])
+
+    # ---- slices, which trainer ranks send each rank
+
+    def slices_layout(self, most: int) -> LayoutReply:
+        """What each rank holds. most: bytes that it receives at once. Any thread may call it."""
+        return layout_of(self.store, self._all_slices, most)
+
+    def plan_slices(self, asked: PlanSlices, most: int) -> None:
+        """Has each rank hold its part of a plan. Raises ValueError for one that does not fit this model and layout. As
+        the next two it waits for no engine step, and one thread at a time may call it."""
+        first, *others = rank_plans(self.store, asked, self._all_slices, most)
+        self._crew.beside(partial(self._receiver.plan, first), "plan", [(plan,) for plan in others])
+        self._pieces = asked.pieces
+
+    def join_slices(self, at: Meeting) -> None:
+        """All ranks join a group, this one at the rank that `at` names. Raises ValueError."""
+        others = [(at.of(at.rank + i),) for i in range(1, self._crew.size)]
+        self._crew.beside(partial(self._receiver.join, at), "join", others)
+
+    def receive_slices(self, group: str, piece: int) -> list[int]:
+        """Each rank receives a piece; returns the bytes of each. Raises ValueError; all ranks have left the group then,
+        or lost it."""
+        return self._crew.beside(
+            partial(self._receiver.receive, group, piece), "receive", [(group, piece)] * (self._crew.size - 1)
+        )
+
+    def leave_slices(self, group: str) -> bool:
+        """Whether the ranks were members of `group`."""
+        return self._crew.beside(partial(self._receiver.leave, group), "leave", [(group,)] * (self._crew.size - 1))[0]
+
+    def adopt_slices(self, piece: int, version: str) -> None:
+        """Stages the piece that was received last. Raises ValueError as `update`."""
+        session = self._update_session(version)
+        self._memory.require_weights()
+        try:
+            self._crew.together(lambda: session.take(self._receiver.take()), "adopt_slices")
+        except ValueError as e:
+            session.refused = session.refused or str(e)
+            raise
+        session.pieces.add(piece)
+        session.version, session.of_pieces = version, self._pieces
+        session.touch()
+
+    def slice_hashes(self) -> list[dict[str, str]]:
+        """Of each rank: trainer rank -> hash of what is held of its messages (`SliceReceiver.hashes`)."""
+        self._memory.require_weights(defined=True)
+        return self._crew.together(lambda: self._receiver.hashes(self.store.stored_tensor()), "slice_hashes")
+
+    @property
+    def _all_slices(self) -> list[Slices]:
+        return [self.part.slices.of(rank) for rank in range(self._crew.size)]
 
     def end_update(self, version: str | None = None) -> None:
         """Applies the staged tensors. Raises ValueError when they are incomplete; all old weights then stay. After a

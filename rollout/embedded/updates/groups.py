@@ -32,14 +32,14 @@ class UpdateGroups:
         another host. client: its address."""
         if request.backend != "gloo":
             raise ValueError(f"backend = {request.backend!r}: this server computes on CPU, want 'gloo'")
-        if not _same_host(request.master_address, client):
+        if not same_host(request.master_address, client):
             raise ValueError(
                 f"master_address = {request.master_address!r} is not the address of this client, {client}: the group's "
                 "store must be where the request comes from"
             )
         if request.group_name in self._groups:
             raise ValueError(f"this server is a member of group {request.group_name!r} already")
-        with _Exclusive(self._busy):
+        with Exclusive(self._busy):
             while len(self._groups) >= _GROUPS:  # of publishers that have ended without leaving theirs
                 leave_group(self._groups.pop(next(iter(self._groups))))
             try:
@@ -56,7 +56,7 @@ class UpdateGroups:
                     timeout_s=_LIMIT_S,
                 )
             except (RuntimeError, ValueError) as e:
-                raise ValueError(f"Failed to initialize custom process group: {_first_line(e)}") from None
+                raise ValueError(f"Failed to initialize custom process group: {first_line(e)}") from None
 
     def receive(self, request: UpdateFromDistributed, most: int) -> list[NamedTensor]:
         """The tensors of one broadcast. most: bytes that are received at once."""
@@ -75,12 +75,12 @@ class UpdateGroups:
         if (group := self._groups.get(request.group_name)) is None:
             raise ValueError(f"this server is no member of group {request.group_name!r}: join it first")
         bucket = torch.empty(nbytes, dtype=torch.uint8)
-        with _Exclusive(self._busy):
+        with Exclusive(self._busy):
             try:
                 group.broadcast(bucket, 0).wait()
             except RuntimeError as e:
                 leave_group(self._groups.pop(request.group_name))
-                raise ValueError(f"Failed to receive weights: {_first_line(e)}") from None
+                raise ValueError(f"Failed to receive weights: {first_line(e)}") from None
         return list(separate(bucket, layout))
 
     def leave(self, request: DestroyGroup) -> None:
@@ -89,7 +89,7 @@ class UpdateGroups:
         leave_group(group)
 
 
-class _Exclusive:
+class Exclusive:
     """A lock that is refused while another thread has it."""
 
     def __init__(self, lock: threading.Lock) -> None:
@@ -103,7 +103,7 @@ class _Exclusive:
         self._lock.release()
 
 
-def _same_host(master: str, client: str) -> bool:
+def same_host(master: str, client: str) -> bool:
     try:
         a, b = ipaddress.ip_address(master), ipaddress.ip_address(client)
     except ValueError:
@@ -113,8 +113,8 @@ def _same_host(master: str, client: str) -> bool:
 
 def is_loopback(client: str) -> bool:
     """Whether a client's address is loopback."""
-    return _same_host("127.0.0.1", client)
+    return same_host("127.0.0.1", client)
 
 
-def _first_line(e: Exception) -> str:
+def first_line(e: Exception) -> str:
     return str(e).partition("\n")[0]
