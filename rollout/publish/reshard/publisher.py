@@ -48,7 +48,7 @@ from rollout.wire.reshard.requests import (
     UpdateFromSlices,
 )
 
-_CAUSE_S = 5.0  # for trainer ranks to say why they have failed, after a server has
+_CAUSE_S = 2.0  # for trainer ranks to say why they have failed, after a server has
 _OF_A_REQUEST = 0.8  # of its time limit, for a message: a server says before the limit which one did not come
 _log = logging.getLogger(__name__)
 

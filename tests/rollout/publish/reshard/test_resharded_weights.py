@@ -128,49 +128,46 @@ def two(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list
         yield [*first, *second]
 
 
-def test_failures_are_named_and_the_next_publication_works(model: Model, two: list[ServerProcess]) -> None:
-    """One trainer and two servers, which each fault leaves as they were."""
+def all_serve(model: Model, two: list[ServerProcess], version: int, seed: int) -> bool:
+    return [served(s.url) for s in two] == [(str(version), model.sums(seed))] * 2
+
+
+@pytest.mark.long(beside="tests/rollout/publish/reshard/test_resharded_weights.py")
+def test_a_member_that_hangs_or_dies_is_named_and_the_next_group_works(model: Model, two: list[ServerProcess]) -> None:
+    """A server that is stopped, then a trainer rank that is killed."""
     urls = [s.url for s in two]
-
-    def serve(version: int, seed: int) -> None:
-        assert [served(url) for url in urls] == [(str(version), model.sums(seed))] * 2
-
     with trainer_ranks(model.hf, "tp") as trainer:
         trainer.connect(model.sliced(urls, timeout_s=8.0))
-        assert trainer.publish(4, 1).error == ""
-        serve(4, 1)
-
-        check_refusal(trainer.publish(3, 2).error, 3, 4, urls[0])  # a version that goes back
-        serve(4, 1)
-
-        last = "model.layers.1.mlp.experts.7.down_proj.weight"
-        spoiled = trainer.publish(5, 2, Fault(rank=1, spoils=last))
-        check_refusal(spoiled.error, 5, "trainer rank 1", last, "NaN")
-        serve(4, 1)
-
-        stopped = trainer.publish(5, 2, Fault(rank=0, pid=two[1].process.pid or 0, number=signal.SIGSTOP))
+        assert trainer.publish(1, 1).error == "" and all_serve(model, two, 1, 1)
+        stopped = trainer.publish(2, 2, Fault(rank=0, pid=two[1].process.pid or 0, number=signal.SIGSTOP))
         two[1].send(signal.SIGCONT)
-        check_refusal(stopped.error, 5, urls[1], unrecorded="how a connection ends differs")
-        serve(4, 1)
-        found = trainer.publish(5, 2)
-        assert found.error == ""
-        serve(5, 2)
-
-        killed = trainer.publish(6, 3, Fault(rank=1, pid=0))
-        check_refusal(killed.error, 6, "trainer rank 1", unrecorded="gloo's words")
-        serve(5, 2)
-    with trainer_ranks(FAMILIES["qwen_moe"], "ep") as trainer:  # of another model, and then in another layout
+        check_refusal(stopped.error, 2, urls[1], unrecorded="how a connection ends differs")
+        assert all_serve(model, two, 1, 1)
+        assert trainer.publish(2, 2).error == "" and all_serve(model, two, 2, 2)
+        killed = trainer.publish(3, 3, Fault(rank=1, pid=0))
+        check_refusal(killed.error, 3, "trainer rank 1", unrecorded="gloo's words")
+        assert all_serve(model, two, 2, 2)
+    with trainer_ranks(model.hf, "ep") as trainer:  # in another layout
         trainer.connect(model.sliced(urls))
-        check_refusal(trainer.publish(6, 3).error, 6, urls[0], urls[1], "another model")
-        serve(5, 2)
+        assert trainer.publish(3, 3).error == "" and all_serve(model, two, 3, 3)
+
+
+def test_failures_are_named_and_the_next_publication_works(model: Model, two: list[ServerProcess]) -> None:
+    """Another model, a version that goes back, a shard that cannot be encoded, a server that is killed."""
+    urls, last = [s.url for s in two], "model.layers.1.mlp.experts.7.down_proj.weight"
+    with trainer_ranks(FAMILIES["qwen_moe"], "tp") as trainer:
+        trainer.connect(model.sliced(urls))
+        check_refusal(trainer.publish(4, 1).error, 4, urls[0], urls[1], "another model")
         trainer.train(model.hf)
         trainer.connect(model.sliced(urls))
-        assert trainer.publish(6, 3).error == ""
-        serve(6, 3)
-
-        dead = trainer.publish(7, 1, Fault(rank=1, pid=two[1].process.pid or 0))
-        check_refusal(dead.error, 7, urls[1], unrecorded="how a connection ends differs")
-        assert urls[0] not in dead.error and served(urls[0]) == ("6", model.sums(3))
+        assert trainer.publish(4, 1).error == "" and all_serve(model, two, 4, 1)
+        check_refusal(trainer.publish(3, 2).error, 3, 4, urls[0])
+        spoiled = trainer.publish(5, 2, Fault(rank=1, spoils=last))
+        check_refusal(spoiled.error, 5, "trainer rank 1", last, "NaN")
+        assert all_serve(model, two, 4, 1)
+        assert trainer.publish(5, 2).error == "" and all_serve(model, two, 5, 2)
+        dead = trainer.publish(6, 3, Fault(rank=1, pid=two[1].process.pid or 0))
+        check_refusal(dead.error, 6, urls[1], unrecorded="how a connection ends differs")
+        assert urls[0] not in dead.error and served(urls[0]) == ("5", model.sums(2))
         trainer.connect(model.sliced(urls[:1]))
-        assert trainer.publish(7, 1).error == ""
-        assert served(urls[0]) == ("7", model.sums(1))
+        assert trainer.publish(6, 3).error == "" and served(urls[0]) == ("6", model.sums(3))
