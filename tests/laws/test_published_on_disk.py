@@ -15,29 +15,36 @@ import pytest
 from tests.support.forked import tail
 from tests.support.local_run import Runs, untimed
 
+LONG = pytest.mark.long(beside="tests/laws/test_published_on_disk.py")
 SETTINGS = ("parallel.dp=2", "parallel.ep=2", "train.steps=2", "eval.every=0", "checkpoint.every=0")
+
+
+def _published_by(runs: Runs, where: Path, path: str) -> bytes:
+    """The metrics of a run, timings aside."""
+    settings = (*SETTINGS, f"publish.path={path}")
+    assert runs.run(where / path, settings) == 0, tail(where / path / "driver.log")
+    return untimed(where / path / "metrics.jsonl")
 
 
 def test_two_ranks_write_what_one_sends(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     with Runs(tmp_path / "home") as runs:
-        for path, name in (
-            ("tensor", "sent"),
-            ("distributed", "broadcast"),
-            ("reshard", "sliced"),
-            ("disk", "written"),
-        ):
-            settings = (*SETTINGS, f"publish.path={path}")
-            assert runs.run(tmp_path / name, settings) == 0, tail(tmp_path / name / "driver.log")
-    names = ("sent", "broadcast", "sliced", "written")
-    sent, broadcast, sliced, written = (untimed(tmp_path / name / "metrics.jsonl") for name in names)
-    assert sent == broadcast == sliced == written
-    assert [p.name for p in (tmp_path / "written" / "published").iterdir()] == ["version_2"]
-    (index,) = (tmp_path / "written" / "published" / "version_2").glob("*.index.json")
+        assert _published_by(runs, tmp_path, "disk") == _published_by(runs, tmp_path, "tensor")
+    written = tmp_path / "disk" / "published"
+    assert [p.name for p in written.iterdir()] == ["version_2"]
+    (index,) = (written / "version_2").glob("*.index.json")
     assert "model-00002-of-00002.safetensors" in index.read_text(), "two ranks wrote it"
 
 
-@pytest.mark.long(beside="tests/laws/test_published_on_disk.py")
+@LONG
+def test_two_sources_and_two_shards_send_what_one_rank_sends(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    with Runs(tmp_path / "home") as runs:
+        sent, by_sources, by_shards = (_published_by(runs, tmp_path, p) for p in ("tensor", "distributed", "reshard"))
+    assert sent == by_sources == by_shards
+
+
+@LONG
 def test_divided_ranks_send_slices_to_a_divided_server(tmp_path: Path) -> None:
     """Two tensor-parallel ranks, a server of two."""
     divided = ("parallel.tp=2", "rollout.embedded.tp_size=2", *SETTINGS[2:])

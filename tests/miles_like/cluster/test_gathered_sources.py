@@ -119,6 +119,7 @@ def test_a_collective_that_fails_ends_the_source_s_work_with_its_error() -> None
     assert [str(e) for e in found[:3]] == ["Connection closed by peer"] * 3
 
 
+@pytest.mark.slow
 def test_a_source_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "_PIECE_S", 0.1)
     ranks, gone = _Ranks(), threading.Event()

@@ -155,7 +155,7 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
     found = Report(findings=(stale,), profile=profile, bounds=Bounds(), extra={})
     asked: list[int] = []
 
-    async def short(self: Comparison, clients: Any, *, flush: bool) -> Report:
+    async def short(self: Comparison, clients: Any, *, flush: bool, lost: Any) -> Report:
         asked.append(len(self.prompts))
         return found
 

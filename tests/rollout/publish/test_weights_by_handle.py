@@ -55,7 +55,7 @@ def test_the_served_bits_are_those_of_requests_with_the_tensors(case: tuple[str,
 def test_a_segment_is_read_for_clients_on_this_host_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Published("qwen", "bf16")
     with served(service(model.checkpoint(tmp_path / "hf"))) as url:
-        monkeypatch.setattr(handlers, "_client", lambda request: "192.168.77.2")
+        monkeypatch.setattr(handlers, "client_of", lambda request: "192.168.77.2")
         with refuses(RuntimeError, 1, "192.168.77.2", "loopback", "--resume"):
             TensorPublisher(model.target([url], handles="memory"), send=True).publish(model.weights(1), version=1)
         assert reported(url) == model.sums(0)

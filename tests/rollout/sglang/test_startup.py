@@ -231,7 +231,12 @@ class Stranger:
         self._http.server_close()
 
 
-@pytest.mark.parametrize("engine", ["embedded", "sglang", "vllm"])
+_OTHER = pytest.mark.long(beside="tests/rollout/sglang/test_startup.py")
+
+
+@pytest.mark.parametrize(
+    "engine", ["embedded", pytest.param("sglang", marks=_OTHER), pytest.param("vllm", marks=_OTHER)]
+)
 def test_a_server_of_another_run_that_answers_at_the_port_is_not_taken_for_this_one(
     stock: Callable[..., ServerLaunch], tmp_path: Path, engine: str
 ) -> None:

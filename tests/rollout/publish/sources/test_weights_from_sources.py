@@ -254,6 +254,7 @@ def _dies(rank: int, world: int, port: int, hf: Path, urls: list[str], out: Path
         os._exit(0)
 
 
+@pytest.mark.long(beside="tests/rollout/publish/sources/test_source_turns.py")
 def test_a_trainer_rank_that_dies_is_named(two: list[ServerProcess], tmp_path: Path) -> None:
     urls, port, out = [s.url for s in two], free_port(), tmp_path / "error"
     context = warm_context()
