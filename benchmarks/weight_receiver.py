@@ -6,16 +6,18 @@ and the same two processes.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
-import mmap
 import multiprocessing
+import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +25,34 @@ from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-define
 
 from miles_like.types import NamedTensor
 from rollout.config import PublishConfig
-from rollout.publish.buffers import DIRECTORY
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.sglang.ports import free_port
 from rollout.wire import endpoints
 from rollout.wire.control import InitGroup, UpdateFromDistributed
-from rollout.wire.flat import HEADER, Layout, decode_segment, dtype_of, flat_bytes, layout_of
+from rollout.wire.flat import dtype_of, flat_bytes, layout_of
 from rollout.wire.groups import join_group, leave_group
 
 BUCKET = 64 << 20
 LIMIT_S = 600.0
+
+
+class _Tensor(NamedTuple):
+    """SGLang's record of a tensor in a bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    end: int
+    nbytes: int
+
+
+class _Bucket(pickle.Unpickler):
+    """Reads a bucket without SGLang."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _Tensor if module.startswith("sglang") else super().find_class(module, name)
 
 
 class _Rank:
@@ -45,17 +64,14 @@ class _Rank:
         self.bucket = torch.zeros(0, dtype=torch.uint8)
         self.group: ProcessGroup | None = None
 
-    def load(self, flat: Tensor, layout: Layout) -> None:
+    def load(self, flat: Tensor, layout: Iterable[Any]) -> None:
         for t in layout:
             kept = self.parameters.setdefault(t.name, torch.zeros(t.nbytes, dtype=torch.uint8))
             kept.copy_(flat[t.start : t.start + t.nbytes])
 
     def open_segment(self, text: str) -> None:
-        name, layout = decode_segment(text)
-        with (DIRECTORY / name[1:]).open("r+b") as f, mmap.mmap(f.fileno(), 0) as mapped:
-            flat = torch.frombuffer(mapped, dtype=torch.uint8, offset=HEADER)
-            self.load(flat, layout)
-            del flat
+        bucket = _Bucket(io.BytesIO(base64.b64decode(text))).load()
+        self.load(bucket["flattened_tensor"], bucket["metadata"])
 
     def join(self, asked: InitGroup) -> None:
         store = TCPStore(asked.master_address, asked.master_port, None, False, timedelta(seconds=LIMIT_S), False)
@@ -76,6 +92,9 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     rank = _Rank()
 
+    def do_GET(self) -> None:
+        self._answer(b'{"model_path": "", "weight_version": "0", "tokenizer_path": null}')
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         match self.path:
@@ -85,7 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self.rank.join(InitGroup.from_json(body))
             case endpoints.UPDATE_FROM_DISTRIBUTED:
                 self.rank.receive(UpdateFromDistributed.from_json(body))
-        answer = b'{"success": true, "message": ""}'
+        self._answer(b'{"success": true, "message": ""}')
+
+    def _answer(self, answer: bytes) -> None:
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -120,7 +141,7 @@ def published(url: str, stream: list[NamedTensor], path: Literal["tensor", "dist
     """Bytes/s of a publication, the second of two: the first one makes the group, the segments and the parameters."""
     handles: dict[str, Any] = {"handles": "memory"} if path == "tensor" else {}
     config = PublishConfig(path=path, bucket_bytes=BUCKET, verify=False)
-    target = PublishTarget(urls=(url,), kind="embedded", spec=None, config=config, timeout_s=LIMIT_S, **handles)
+    target = PublishTarget(urls=(url,), kind="sglang", spec=None, config=config, timeout_s=LIMIT_S, **handles)
     publisher = TensorPublisher(target, send=True)
     publisher.publish(stream, version=1)
     report = publisher.publish(stream, version=2)
