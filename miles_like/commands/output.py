@@ -24,8 +24,8 @@ def set_output(*, quiet: bool, log_level: str) -> None:
 
 
 def console(**options: Any) -> Console:
-    """A console for what a command prints beside errors; silent after `--quiet`."""
-    return Console(quiet=_quiet, **options)
+    """A console for what a command prints; after `--quiet` silent, except on stderr."""
+    return Console(quiet=_quiet and not options.get("stderr"), **options)
 
 
 def echo(text: object) -> None:
