@@ -40,7 +40,7 @@ from megatron_bridge.config import OptimizerConfig, ParallelConfig, PrecisionCon
 from miles_like.batch.packing import pack
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, TrainBatch, VersionSpan
 from quant.stream import quantize_stream
-from rollout.publish.encoded_weights import EncodedWeights
+from rollout.publish.directory.encoded_weights import EncodedWeights
 from rollout.sglang.ports import free_port
 from rollout.wire.deltas import Delta, content_hash, encode_delta
 

@@ -3,13 +3,13 @@ in memory, in a process group beside gloo's own broadcast.
 
 The weights are those of a layer with experts of Qwen3-30B-A3B's shapes. A plain loop writes as many bytes in pieces of
 64 MiB and syncs the file; then one rank, and two ranks at once, encode and write the weights as
-`rollout/publish/disk_publisher.py` does, and the parts are joined; by turns. Then one rank, and two ranks at once,
-encode their shares and drop the result; and one source, and two at once, encode their experts into the buffers that a
-process group would send (`rollout/publish/sources`). Each figure is the median over the rounds of a ratio within one
-round; the first round does not count. Ranks are processes of one thread that have the weights in memory: the gather,
-the requests and the servers' loading are not in the figures of the disk. By handles and in a group one rank publishes
-the weights in BF16 to a process that copies them to its parameters, as a rank of stock SGLang does: requests, packing,
-receiving and that copy are in these figures (`weight_receiver.py`).
+`rollout/publish/directory/disk_publisher.py` does, and the parts are joined; by turns. Then one rank, and two ranks at
+once, encode their shares and drop the result; and one source, and two at once, encode their experts into the buffers
+that a process group would send (`rollout/publish/sources`). Each figure is the median over the rounds of a ratio within
+one round; the first round does not count. Ranks are processes of one thread that have the weights in memory: the
+gather, the requests and the servers' loading are not in the figures of the disk. By handles and in a group one rank
+publishes the weights in BF16 to a process that copies them to its parameters, as a rank of stock SGLang does: requests,
+packing, receiving and that copy are in these figures (`weight_receiver.py`).
 
     python benchmarks/weight_sync.py [--quick] [--directory DIR]
 """
@@ -38,8 +38,8 @@ from miles_like.types import NamedTensor
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import Named, quantize_stream
 from rollout.config import PublishConfig
+from rollout.publish.directory.shares import Shares
 from rollout.publish.publication import PublishTarget
-from rollout.publish.shares import Shares
 from rollout.publish.sources.publisher import SourcesPublisher
 
 GOALS = {

@@ -121,8 +121,14 @@ class ServerChecks(Protocol):
 
     async def before_training(self, step: int) -> None: ...
     async def before_publication(self) -> None: ...
-    async def published(self, step: int, report: PublishReport) -> tuple[PublishReport, Mapping[str, float]]:
-        """Returns the report with all that was sent of this version, and metrics."""
+    def hold_training(self, step: int) -> bool:
+        """Whether the trainer must not go on before `published` has checked the publication of `step` steps."""
+
+    async def published(
+        self, step: int, report: PublishReport, *, beside_training: bool = False
+    ) -> tuple[PublishReport, Mapping[str, float]]:
+        """Returns the report with all that was sent of this version, and metrics. beside_training: the trainer trains
+        the next step and is not asked."""
 
 
 class TrainerRanks(Trainer, Protocol):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -369,6 +370,7 @@ class PublishReport:
     checksums: tuple[Mapping[str, str], ...] = ()
     whole_bytes: int | None = None  # of the tensors that a publication of all would send; None: this is one
     failed: tuple[ServerFault, ...] = ()  # servers that the publication has left out; the others serve the version
+    directory: Path | None = None  # written, and not yet loaded by a server; None: the servers have the weights
 
     def followed_by(self, later: PublishReport) -> PublishReport:
         """Both publications of one version as one: their bytes and seconds are added, the rest is the later one's."""

@@ -234,6 +234,9 @@ class PublishConfig(Section):
     # trainer ranks that send with path = "distributed", each in a process group with all ranks of all servers: one for
     # each pipeline stage, or one for each expert-parallel rank of each stage where these are at most so many
     sources: int = Field(8, ge=1)
+    # with path = "disk": the servers load a version while the trainer trains the next step, whose samples are in the
+    # buffer already (buffer.max_staleness from 1 on); False: the next step begins when they serve it
+    during_training: bool = False
     # running samples are aborted and continued by another request, prefilled again after the pause, or frozen
     pause_mode: Literal["abort", "retract", "in_place"] = "retract"
     bucket_bytes: int = Field(256 << 20, ge=1)  # tensors sent at once; the sender holds three such buckets
@@ -250,9 +253,12 @@ class PublishConfig(Section):
     # of the text that every server scores after every publication, held to the trainer's log-probs of it; 0: not asked
     answer_tokens: int = Field(256, ge=0)
 
-    def check(self, *, engine: str, ranks: int, takes_turns: bool, gpus: bool = False) -> None:
+    def check(self, *, engine: str, ranks: int, takes_turns: bool, gpus: bool = False, slack: int = 1) -> None:
         """Raises ValueError where the servers cannot take weights by this path. ranks: of an embedded server;
-        takes_turns: servers release their weights while the trainer computes; gpus: they compute on GPUs."""
+        takes_turns: servers release their weights while the trainer computes; gpus: they compute on GPUs; slack: weight
+        versions between a sample and its training, at most."""
+        if self.during_training:
+            self._check_during_training(takes_turns=takes_turns, slack=slack)
         if self.path == "reshard" and engine != "embedded":
             raise ValueError(
                 f"publish.path = 'reshard' with rollout.engine = {engine!r}, whose ranks receive no slices: set "
@@ -280,4 +286,21 @@ class PublishConfig(Section):
                 "publish.path = 'delta', but the servers release their weights while the trainer computes "
                 "(cluster.colocate = true), and a difference needs the weights before it: set publish.path = 'tensor' "
                 "or 'disk', or cluster.colocate = false"
+            )
+
+    def _check_during_training(self, *, takes_turns: bool, slack: int) -> None:
+        if self.path != "disk":
+            raise ValueError(
+                f"publish.during_training = true with publish.path = {self.path!r}, which needs the trainer until the "
+                "servers have the weights: set publish.path = 'disk', or publish.during_training = false"
+            )
+        if takes_turns:
+            raise ValueError(
+                "publish.during_training = true, but the servers release their weights while the trainer computes "
+                "(cluster.colocate = true): set publish.during_training = false, or cluster.colocate = false"
+            )
+        if not slack:
+            raise ValueError(
+                "publish.during_training = true with buffer.max_staleness = 0, where each step trains on samples of "
+                "the version published last: set buffer.max_staleness = 1, or publish.during_training = false"
             )

@@ -14,8 +14,8 @@ from miles_like.protocols import LossFn, RankTrainer, WeightPublisher
 from miles_like.types import NamedTensor, PublishReport
 from quant.spec import QuantSpec
 from quant.stream import quantize_stream
-from rollout.publish.delta_publisher import DeltaPublisher
-from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.directory.delta_publisher import DeltaPublisher
+from rollout.publish.directory.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget, Sent, publish_stream
 from rollout.publish.publisher import TensorPublisher
 from rollout.publish.reshard.member import Member
@@ -58,13 +58,14 @@ class PublisherRecipe:
 
     target: PublishTarget
     shared: SharedDirectory  # for paths "disk" and "delta"
+    loads: bool = True  # with path "disk": as in `DiskPublisher`
 
     def __call__(self, rank: int, ranks: int) -> WeightPublisher:
         path = self.target.config.path
         if path == "delta":
             return DeltaPublisher(self.target, self.shared, rank=rank, ranks=ranks)
         if path == "disk":
-            return DiskPublisher(self.target, self.shared, rank=rank, ranks=ranks)
+            return DiskPublisher(self.target, self.shared, rank=rank, ranks=ranks, loads=self.loads)
         if path == "reshard":
             return Member(self.target, rank=rank, ranks=ranks) if rank else ReshardPublisher(self.target, ranks=ranks)
         if path == "tensor" and self.target.handles is None and rank == 0:

@@ -73,7 +73,7 @@ class DataBuffer:
         self._mask_old_tokens = mask_old_tokens
         self._next_id = 0
         self._waiting: dict[int, _Entry] = {}  # by group id, ascending
-        self._training = 0  # groups taken by the current step
+        self._training = 0  # groups that were taken, and not trained or their weights not published
         self._changed = asyncio.Condition()
         self.producer_wake = asyncio.Event()  # set when a group is discarded, so that there is room for a prompt
         self._dropped: Counter[str] = Counter()
@@ -161,9 +161,9 @@ class DataBuffer:
         self._age(version)
         return self._choice(n, version) is not None
 
-    def trained(self) -> None:
-        """The groups that were taken are trained, and the weights are published."""
-        self._training = 0
+    def trained(self, groups: int) -> None:
+        """So many of the groups that were taken are trained, and the weights are published."""
+        self._training -= groups
 
     def _choice(self, n: int, version: int) -> list[int] | None:
         if not self._backfill:

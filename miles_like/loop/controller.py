@@ -50,6 +50,7 @@ class Controller:
                     break
                 await self.step(record, self.recorder.sampled(record, taken))
                 await self.after(record, last=step + 1 == steps)
+            await self.settle()
         done = await self.saver.end(steps)
         if done < steps:  # the prompts have ended: what is left is discarded, and the last weights are evaluated
             await self.feed.discard_rest()
@@ -92,3 +93,6 @@ class Controller:
         self.recorder.write_step(record, row)
         await self.saver.boundary(done, last=last)
         self.feed.published(done)
+
+    async def settle(self) -> None:
+        """After the last step: waits for what goes on beside it. Here nothing does."""

@@ -55,6 +55,10 @@ class Feed:
             taking.cancel()
             stopping.cancel()
 
+    def ready(self, step: int) -> bool:
+        """Whether `take` would return groups at once."""
+        return not self.stop.asked and self.buffer.enough(self.producer.groups, version=step)
+
     async def drain(self) -> None:
         """Where groups are sampled step by step, waits until the samples that a full step discarded have ended, so that
         their abort does not reach an evaluation. Outside of `sampling` no sample is in flight, and it returns at
@@ -69,7 +73,7 @@ class Feed:
         await draining
 
     def published(self, version: int) -> None:
-        """Weights `version` are on the servers: the taken groups are trained, and further prompts are admitted."""
+        """Weights `version` are on the servers: their groups are trained, and further prompts are admitted."""
         self.producer.published(version)
 
     async def discard_rest(self) -> None:

@@ -133,8 +133,8 @@ class Producer:
                 await asyncio.wait(running)
 
     def published(self, version: int) -> None:
-        """Weights `version` are on the servers: the taken groups are trained."""
-        self.buffer.trained()
+        """Weights `version` are on the servers: the groups of a step are trained."""
+        self.buffer.trained(self.groups)
         self.version = version
         self.buffer.producer_wake.set()
 

@@ -43,9 +43,14 @@ class Saver:
         self._step = self._saved = step
         self._since = time.perf_counter()
 
+    def passed(self, step_s: float) -> None:
+        """A step has ended at whose boundary nothing is saved; its duration in seconds, for the deadline."""
+        self.deadline.note(step_s=step_s)
+        self._since = time.perf_counter()
+
     async def before_publication(self, step: int) -> None:
         """Call when `step` steps are trained, before their weights are published."""
-        if self.models_first and self._due(step):
+        if self.models_first and self.due(step):
             self.progress.phase(step, "save")
             await self._finish(wait=True)
             await self.checkpoints.save_models(step)
@@ -54,7 +59,7 @@ class Saver:
         """Call after `step` steps. Saves every `every` steps, after the last one and on a stop request. A checkpoint
         may be unfinished when this returns, except after the last step. step_s: duration of the step in seconds, for
         the deadline; None: the time since the last boundary."""
-        due = last or self._due(step)
+        due = last or self.due(step)
         self._step, self._snapshot = step, await self.state.snapshot(step, due)
         if due:
             await self._save()
@@ -77,7 +82,8 @@ class Saver:
         """Checks the state as it is now and writes the ledger, without a checkpoint."""
         await self.state.snapshot(self._step, False)
 
-    def _due(self, step: int) -> bool:
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is written after `step` steps."""
         return self.stop.asked or bool(self.every and step % self.every == 0)
 
     async def _save(self) -> None:

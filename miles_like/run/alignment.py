@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from miles_like.config.run import RunConfig
 from miles_like.protocols import TrainerRanks
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.trainer_side import packer
-from miles_like.types import Prompt
+from miles_like.types import Prompt, PublishReport
 from miles_like.verify.allowance import allowance, rounding_units
 from miles_like.verify.drill_down import DrillDown
 from miles_like.verify.known_answer import KnownAnswer, text_of
@@ -104,14 +104,16 @@ def server_checks(
     clients: Sequence[ServerClient],
     prompts: Sequence[Prompt],
     console: Console,
+    publish: Callable[[int], Awaitable[PublishReport]],
     replacements: Replacements | None = None,
 ) -> RunChecks:
-    """The checks of a run's servers between two steps, on samples of `prompts`."""
+    """The checks of a run's servers between two steps, on samples of `prompts`. publish: publishes a version once
+    more."""
     c = rollout.plan.config
     return RunChecks(
         clients=clients,
         known=known_answer(rollout, trainer, prompts) if c.publish.answer_tokens else None,
-        republish=lambda version: trainer.publish(version=version),
+        republish=publish,
         comparison=comparison(rollout, trainer, ()),
         prompts=prompts,
         check_prompts=c.mismatch.check_prompts,

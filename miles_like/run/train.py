@@ -27,6 +27,7 @@ from miles_like.loop.buffer import DataBuffer
 from miles_like.loop.controller import Controller
 from miles_like.loop.evaluation import Evaluator, HeldOut, held_out
 from miles_like.loop.feed import Feed
+from miles_like.loop.overlapped import OverlappedController
 from miles_like.loop.producer import Producer
 from miles_like.loop.recorder import Recorder
 from miles_like.loop.saver import Saver
@@ -38,6 +39,7 @@ from miles_like.report.html import write_report
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards
 from miles_like.run.alignment import check_bits, server_checks
+from miles_like.run.delivery import DirectoryDelivery, TrainerPublication, publication_of
 from miles_like.run.replacing import RunningServers, RunReplacements
 from miles_like.run.setup.launcher import Launcher, freeze_gc
 from miles_like.run.setup.model_plan import ModelPlan
@@ -103,6 +105,8 @@ def train(
     """
     launcher = launcher or Launcher()
     launcher.check(plan)
+    if plan.config.publish.during_training:
+        overlapped(controller)
     rollout, algorithm = RolloutSide(plan=plan), run_algorithm(plan.config)
     runner = rollout.episode_runner()
     prompts, files = read_prompts(plan, console), RunFiles(plan, console)
@@ -148,6 +152,20 @@ def train(
             run_to_end(run.loop(urls), run.stop, plan.config.checkpoint.grace_s)
     write_report(plan.run_dir)
     console.print(f"{'':12}report: {plan.run_dir / 'report.html'}")
+
+
+def overlapped(controller: type[Controller]) -> type[OverlappedController]:
+    """The loop of a run with publish.during_training. Raises ValueError for a loop of the user that does not extend
+    it."""
+    if controller is Controller:
+        return OverlappedController
+    if not issubclass(controller, OverlappedController):
+        raise ValueError(
+            f"publish.during_training = true with the loop {controller.__name__}, which publishes at the end of each "
+            "step: derive it from miles_like.loop.overlapped.OverlappedController, or set publish.during_training = "
+            "false"
+        )
+    return controller
 
 
 def _teachers(rollout: RolloutSide, launcher: Launcher, console: Console) -> RunTeachers:
@@ -204,6 +222,7 @@ class TrainingRun:
         self.models: Mapping[str, TrainerRanks] = self._ranks
         self.reference = reference
         self._taking: TurnTaking | None = None
+        self.publication: TrainerPublication | DirectoryDelivery  # `loop` makes it
         self.controller = controller
         self.stop = StopRequest()
         self.deadline = Deadline(self.stop, self.config.checkpoint.deadline_s, began=command_began())
@@ -233,7 +252,7 @@ class TrainingRun:
         turns = None if self._taking is None else self._taking.turns
         checked = clients if turns is None else [self.rollout.client(url, turns=turns) for url in urls]
         eval_clients = [self.rollout.client(url, routing=False, turns=turns) for url in urls]
-        self.trainer.connect(self.rollout.publisher(urls, goes_on=may_replace))
+        self.publication = publication_of(self.rollout, self.trainer, urls, goes_on=may_replace)
         packs = packer(self.plan, self.trainer.dp_size, replayed=False, balanced=True)
         teachers = self.teachers.teachers(self.trainer, eval_clients, packs, self.prompts.source.all())
         await teachers.start()  # before a publication: some are loaded by the trainer, which may sleep afterwards
@@ -281,32 +300,31 @@ class TrainingRun:
             await self.resumed.load(self.models)
             step = self.resumed.state.step
             await checks.before_publication()
-            return step, await self.trainer.publish(version=step)
+            return step, await self.publication.publish(step)
         # codes written by another quantizer may differ from those that this quantizer gives for the same values
         first = self.config.precision.qat or self.config.takes_turns
         await checks.before_publication()
-        return 0, await self.trainer.publish(version=0) if first else None
+        return 0, await self.publication.publish(0) if first else None
 
     def _lost(self, why: str) -> None:
         _say(self.console, f"{why}; what it was asked is asked of others, and the next publication replaces it")
 
     def replacements(self, pool: EnginePool, urls: Sequence[str]) -> RunReplacements:
-        def connect(some: Sequence[str], joins: bool) -> None:
-            self.trainer.connect(self.rollout.publisher(some, goes_on=True, joins=joins))
-
         return RunReplacements(
             servers=self.servers,
             pool=pool,
             urls=tuple(urls),
             limit=self.config.publish.replacements,
-            connect=connect,
-            publish_version=lambda version: self.trainer.publish(version=version),
+            connect=self.publication.connect,
+            publish_version=self.publication.publish,
             say=partial(_say, self.console),
         )
 
     def checks(self, clients: Sequence[ServerClient], replacements: RunReplacements | None = None) -> RunChecks:
         prompts = self.prompts.source.all()
-        checks = server_checks(self.rollout, self.trainer, clients, prompts, self.console, replacements)
+        checks = server_checks(
+            self.rollout, self.trainer, clients, prompts, self.console, self.publication.publish, replacements
+        )
         saved = None if self.resumed is None else self.resumed.state.parts.get(KNOWN_ANSWER)
         if checks.known is not None and saved is not None:
             checks.known.restore(saved)
@@ -344,7 +362,7 @@ class TrainingRun:
         if self.resumed is not None:
             state.restore(self.resumed.state)
         packs = self.packer()
-        return self.controller(
+        return self.make_controller(
             feed=feed,
             experience=Experience(
                 algorithm=self.algorithm,
@@ -371,6 +389,12 @@ class TrainingRun:
                 models_first=self._taking is not None,
             ),
         )
+
+    @property
+    def make_controller(self) -> Callable[..., Controller]:
+        if isinstance(self.publication, DirectoryDelivery):
+            return partial(overlapped(self.controller), delivery=self.publication)
+        return self.controller
 
     def packer(self) -> Packer:
         """How the groups of a step become a batch for each optimizer step."""

@@ -81,16 +81,17 @@ class KnownAnswer:
         self._replayed = {}
 
     async def compare(
-        self, clients: Sequence[ServerClient], *, rescore: bool = True
+        self, clients: Sequence[ServerClient], *, rescore: bool = True, near_ties: bool = False
     ) -> tuple[list[Disagreement], float]:
         """(servers that differ by more than is explained, the greatest gap of the others in nats, 0 without any).
 
         rescore: the trainer may be asked again, with the routes of servers that differ; `rescored` is then set. Without
-        it, what the trainer answered since `expect` is used.
+        it, what the trainer answered since `expect` is used. near_ties: the trainer cannot be asked, so that a near-tie
+        of a router is allowed for: the bound is that of the precision.
         """
         assert self._expected is not None, "compare before expect"
         answers = await asyncio.gather(*(self._scored(client) for client in clients))
-        bound, self.rescored = self.bound, False
+        bound, self.rescored = self.explained if near_ties else self.bound, False
         failed = {c.url: a for c, a in zip(clients, answers, strict=True) if isinstance(a, str)}
         found = {c.url: a for c, a in zip(clients, answers, strict=True) if not isinstance(a, str)}
         gaps = {url: self._least_gap(url, scores) for url, (scores, _) in found.items()}
@@ -127,12 +128,14 @@ class KnownAnswer:
     @property
     def bound(self) -> float:
         """On the median of |difference|, nats."""
-        if self.exact:
-            return 0.0
-        explained = _MEDIAN_OF_NORMAL * math.sqrt(2 * self.kl_max)
         if not (self.usual and self._usual):
-            return explained
-        return min(explained, max(_FACTOR * statistics.median(self._usual), _FLOOR))
+            return self.explained
+        return min(self.explained, max(_FACTOR * statistics.median(self._usual), _FLOOR))
+
+    @property
+    def explained(self) -> float:
+        """The bound by the precision alone, nats."""
+        return 0.0 if self.exact else _MEDIAN_OF_NORMAL * math.sqrt(2 * self.kl_max)
 
     def _least_gap(self, url: str, found: Tensor) -> float:
         """To what the trainer expects with its own routes or with those that this server sent. A nan, which is greater

@@ -86,6 +86,7 @@ class RunChecks:
     turns: bool = False
     replacements: Replacements | None = None
     _published: _Held = field(default=())
+    _beside_training: bool = field(default=False, init=False)
     _times: int = field(default=0, init=False)  # that the version was published
     # since the last metrics: publications beside the first ones, and servers
     _republished: int = field(default=0, init=False)
@@ -102,7 +103,7 @@ class RunChecks:
         """Call before the first step of a process, and `before_publication` before it, also where nothing is published.
         Raises ValueError, naming the causes, where the sides differ by more than the precision explains, and
         RuntimeError as `published`."""
-        self._times = 0 if report is None else 1
+        self._times, self._beside_training = 0 if report is None else 1, False
         if report is not None:
             report, _ = await self._settle(step, report)
         if self.check_prompts:
@@ -113,14 +114,22 @@ class RunChecks:
             report, _ = await self._settle(step, report)
         await self._note(step, report)
 
-    async def published(self, step: int, report: PublishReport) -> tuple[PublishReport, Mapping[str, float]]:
+    def hold_training(self, step: int) -> bool:
+        """Whether `published` compares samples of `step` with the trainer, or records checksums that are checked before
+        the next training."""
+        return bool(self.check_prompts and self.check_every and not step % self.check_every) or self._due(step)
+
+    async def published(
+        self, step: int, report: PublishReport, *, beside_training: bool = False
+    ) -> tuple[PublishReport, Mapping[str, float]]:
         """Call after the publication of `step` trained steps. Returns its report, with all that was sent, and metrics.
+        beside_training: the trainer trains the next step and is not asked; not where `hold_training`.
 
         Servers that do not compute with the published weights are published to once more, then replaced. Raises
         RuntimeError naming them when they still do not and no further one may be replaced, and naming step and causes
         when two comparisons of different samples both exceed what the precision explains; a rare near-tie exceeds it in
         one comparison only."""
-        self._times = 1
+        self._times, self._beside_training = 1, beside_training
         whole, figures = await self._settle(step, report)
         if self.check_prompts and self.check_every and not step % self.check_every:
             await self._compare(step)
@@ -240,7 +249,8 @@ class RunChecks:
         asked = [client for client in self.clients if client.url in urls]
         if self.known is None or not asked:
             return [], 0.0
-        wrong, gap = await self.known.compare(asked)
+        beside = self._beside_training
+        wrong, gap = await self.known.compare(asked, rescore=not beside, near_ties=beside)
         if self.turns and self.known.rescored:  # the trainer had its turn, so the servers get the weights again
             wrong, gap = await self.known.compare(asked, rescore=False)
         return [ServerFault(w.url, w.sentence(), answers=True) for w in wrong], gap

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from miles_like.types import NamedTensor, PublishReport, ServerFault
@@ -48,6 +49,7 @@ class Sent(NamedTuple):
     checksums: RankChecksums = ()
     failed: tuple[ServerFault, ...] = ()
     whole_bytes: int | None = None
+    directory: Path | None = None
 
 
 def publish_stream(
@@ -76,4 +78,5 @@ def publish_stream(
         checksums=sent.checksums,
         failed=sent.failed,
         whole_bytes=sent.whole_bytes,
+        directory=sent.directory,
     )

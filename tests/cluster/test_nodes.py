@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -107,10 +107,14 @@ def sleeping() -> list[str]:
 def test_nothing_is_left_of_a_cluster_whose_test_was_killed(tmp_path: Path) -> None:
     need_namespaces()
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None and owner.stdout.readline() == "up\n" and sleeping()
+    assert owner.stdout is not None and owner.stdout.readline() == "up\n" and within_10_s(sleeping)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
+    assert within_10_s(lambda: not sleeping())
+
+
+def within_10_s(becomes_true: Callable[[], object]) -> bool:
     until = time.monotonic() + 10
-    while sleeping() and time.monotonic() < until:
+    while not becomes_true() and time.monotonic() < until:
         time.sleep(0.05)
-    assert not sleeping()
+    return bool(becomes_true())

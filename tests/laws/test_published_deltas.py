@@ -2,7 +2,7 @@
 
 Two expert-parallel ranks train; each step is published to two servers of the embedded engine, to one in requests and to
 the other as differences, which each rank writes for its share. Whole runs are compared too. Not covered: several nodes
-and their disks; faults (tests/rollout/publish/test_delta_publisher.py).
+and their disks; faults (tests/rollout/publish/directory/test_delta_publisher.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from quant.hf_config import quantized_config
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
 from rollout.config import PublishConfig
-from rollout.publish.delta_publisher import DeltaPublisher
-from rollout.publish.disk_publisher import SharedDirectory
+from rollout.publish.directory.delta_publisher import DeltaPublisher
+from rollout.publish.directory.disk_publisher import SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from tests.support import toy

@@ -13,7 +13,7 @@ from megatron_bridge.families.registry import family_of
 from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.types import NamedTensor
 from rollout.config import PublishConfig
-from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.directory.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.publish.servers import ServerSet

@@ -21,12 +21,12 @@ from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.hf.merged import join_parts
 from miles_like.types import NamedTensor
 from rollout.config import PublishConfig, RolloutConfig
-from rollout.publish import disk_publisher
-from rollout.publish.delta_publisher import DeltaPublisher
-from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.directory import disk_publisher
+from rollout.publish.directory.delta_publisher import DeltaPublisher
+from rollout.publish.directory.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.directory.shares import Shares
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
-from rollout.publish.shares import Shares
 from rollout.sglang.servers import ServerLaunch, embedded_command
 from rollout.wire import endpoints
 from tests.support import broken_servers

@@ -17,7 +17,7 @@ from miles_like.types import PublishReport
 from miles_like.verify.known_answer import KnownAnswer
 from miles_like.verify.server_checks import RunChecks
 from rollout.config import PublishConfig
-from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.directory.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.vllm.client import VLLMClient
 from tests.vllm_cpu.conftest import Served

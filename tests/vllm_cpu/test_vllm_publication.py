@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams
+from rollout.publish.directory.vllm_reload import reload_weights
 from rollout.publish.servers import ServerSet
-from rollout.publish.vllm_reload import reload_weights
 from rollout.sglang.client import RolloutError
 from rollout.vllm.client import VLLMClient
 from rollout.wire.control import PauseMode

@@ -156,6 +156,11 @@ class TeacherConfig(FlatSection):
         return isinstance(self.part, PromptedPolicy) and self.part.weights == "reference"
 
     @property
+    def by_policy(self) -> bool:
+        """Whether the rollout's servers score."""
+        return isinstance(self.part, PromptedPolicy) and not self.by_reference
+
+    @property
     def by_server(self) -> bool:
         """Whether a server scores, at temperature 1; otherwise the trainer scores, at the run's temperature."""
         return not isinstance(self.part, SwappedWeights) and not self.by_reference

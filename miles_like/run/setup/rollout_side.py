@@ -18,7 +18,7 @@ from miles_like.turns.users import TurnClient
 from miles_like.types import SamplingParams
 from rollout.episodes.resuming import RESUMES
 from rollout.episodes.runner import EpisodeRunner, make_episode_runner
-from rollout.publish.disk_publisher import SharedDirectory
+from rollout.publish.directory.disk_publisher import SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.seeds import seed_of
 from rollout.server_key import ServerKey
@@ -167,19 +167,39 @@ class RolloutSide:
         key: ServerKey | None = None,
         goes_on: bool = False,
         joins: bool = False,
+        loads: bool = True,
     ) -> PublisherRecipe:
-        """The factory of the publishers to the servers at `urls`. ours, key: as in `client`. goes_on, joins: as in
-        `PublishTarget`."""
+        """The factory of the publishers to the servers at `urls`. loads: as in `DiskPublisher`; the other arguments are
+        those of `target`."""
+        target = self.target(urls, ours=ours, key=key, goes_on=goes_on, joins=joins)
+        plan = self.plan
+        shared = SharedDirectory(path=self.published, hf_config=plan.hf.config, copy_from=plan.served.resolve())
+        return PublisherRecipe(target, shared, loads=loads)
+
+    @property
+    def published(self) -> Path:
+        """The directory of published weights, with paths "disk" and "delta"."""
+        return (self.plan.run_dir / "published").resolve()
+
+    def target(
+        self,
+        urls: Sequence[str],
+        *,
+        ours: bool = True,
+        key: ServerKey | None = None,
+        goes_on: bool = False,
+        joins: bool = False,
+    ) -> PublishTarget:
+        """Publications to the servers at `urls`. ours, key: as in `client`. goes_on, joins: as in `PublishTarget`."""
         plan, c = self.plan, self.plan.config
-        hf, shared = plan.hf.config, (plan.run_dir / "published").resolve()
         handles = _handles(c, urls) if ours else None
         stock_gpus = c.rollout.engine == "sglang" and c.cluster.gpus_per_node > 0
-        target = PublishTarget(
+        return PublishTarget(
             urls=tuple(urls),
             kind=c.rollout.engine,
             spec=plan.model.spec,
             config=c.publish,
-            fused=plan.model.family.bind(hf, mtp=True).fused(),
+            fused=plan.model.family.bind(plan.hf.config, mtp=True).fused(),
             tp_size=c.rollout.sglang.tp_size,
             handles=handles,
             backend="nccl" if stock_gpus else "gloo",
@@ -188,7 +208,6 @@ class RolloutSide:
             goes_on=goes_on,
             joins=joins,
         )
-        return PublisherRecipe(target, SharedDirectory(path=shared, hf_config=hf, copy_from=plan.served.resolve()))
 
     def sampling(self, round_index: int) -> SamplingParams:
         """Sampling parameters of one round of prompts. The seed differs between rounds, so a prompt that is sampled

@@ -20,7 +20,7 @@ from miles_like.cluster.pacing import Pacer
 from miles_like.cluster.rank import Rank
 from miles_like.types import NamedTensor
 from rollout.config import PublishConfig
-from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.directory.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.wire import endpoints

@@ -51,7 +51,7 @@ def test_order_is_that_of_admission_not_of_finishing() -> None:
             await buffer.put(t, made(t))
         assert names(await buffer.take(4, version=0)) == ["0", "1", "2", "3"]
         assert len(buffer) == 2 and buffer.in_flight == 0 and buffer.outstanding == 6
-        buffer.trained()
+        buffer.trained(4)
         assert buffer.outstanding == 2
 
     asyncio.run(run())
@@ -81,7 +81,7 @@ def test_back_fill_passes_over_a_late_group_until_it_would_be_too_old() -> None:
         for t in admitted(buffer, 2, 3):
             await buffer.put(t, made(t))
         assert names(await buffer.take(2, version=0)) == ["2", "3"]
-        buffer.trained()
+        buffer.trained(2)
         for t in admitted(buffer, 4, 5, version=1):
             await buffer.put(t, made(t, 1))
         taking = asyncio.create_task(buffer.take(2, version=1))

@@ -18,7 +18,7 @@ from miles_like.types import NamedTensor
 from quant.spec import QuantFormat, QuantSpec
 from rollout.config import PublishConfig
 from rollout.publish.buckets import HostBytes
-from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.directory.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from tests.support.fakes import FakeServer

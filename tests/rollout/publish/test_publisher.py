@@ -15,7 +15,7 @@ from quant.hf_config import spec_from_hf
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
 from rollout.config import PublishConfig
-from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.directory.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.wire import endpoints

@@ -37,7 +37,7 @@ from rollout.embedded.model.projections import Codes, Linear, Scratch
 from rollout.embedded.server.app import make_app, parse
 from rollout.embedded.server.service import Service
 from rollout.embedded.server.worker import EngineWorker
-from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.directory.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.wire.checksum import tensor_checksum

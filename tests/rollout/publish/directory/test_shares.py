@@ -24,9 +24,9 @@ from quant.registry import make_codec
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
 from rollout.config import PublishConfig
-from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.directory.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.directory.shares import Shares
 from rollout.publish.publication import PublishTarget
-from rollout.publish.shares import Shares
 from rollout.wire import endpoints
 from tests.support.fakes import FakeServer
 from tests.support.refusals import refuses

@@ -15,7 +15,7 @@ import torch
 
 from miles_like.types import NamedTensor
 from rollout.config import PublishConfig
-from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.directory.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget
 from tests.support.fake_vllm import FakeVLLM
 from tests.support.refusals import refuses

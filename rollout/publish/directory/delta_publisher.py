@@ -20,12 +20,12 @@ from miles_like.hf.checkpoint import HFCheckpoint, write_hf
 from miles_like.hf.merged import join_parts
 from miles_like.types import NamedTensor
 from quant.stream import quantize_stream
-from rollout.publish.disk_publisher import POLL_S, DiskPublisher, SharedDirectory
-from rollout.publish.encoded_weights import EncodedWeights
+from rollout.publish.directory.disk_publisher import POLL_S, DiskPublisher, SharedDirectory
+from rollout.publish.directory.encoded_weights import EncodedWeights
+from rollout.publish.directory.shares import Shares
 from rollout.publish.publication import PublishTarget, Sent
 from rollout.publish.publisher import compare_checksums, flush_cache
 from rollout.publish.servers import ServerSet, Stage, servers_of, states_of
-from rollout.publish.shares import Shares
 from rollout.sglang.client import RolloutError
 from rollout.wire import endpoints
 from rollout.wire.control import PauseRequest, UpdateFromDisk
@@ -108,7 +108,7 @@ class DeltaPublisher(DiskPublisher):
         for left in (parts[self._rank], *([] if self._rank else [path])):
             shutil.rmtree(left, ignore_errors=True)
         if not self._rank:
-            self._check_versions(version)  # the others have been given the version to take differences against
+            self.check_versions(version)  # the others have been given the version to take differences against
         shares = Shares(self._ranks, self._target.spec)
         own = shares.of(self._rank, stream)
         if self.base.version != against:  # this rank's part of an earlier publication was not acknowledged

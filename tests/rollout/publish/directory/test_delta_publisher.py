@@ -30,8 +30,8 @@ from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
 from rollout.config import PublishConfig
 from rollout.embedded.server.service import Service
-from rollout.publish.delta_publisher import DeltaPublisher
-from rollout.publish.disk_publisher import SharedDirectory
+from rollout.publish.directory.delta_publisher import DeltaPublisher
+from rollout.publish.directory.disk_publisher import SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.publish.servers import ServerSet
 from rollout.wire import endpoints
