@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -253,18 +254,15 @@ class PublishConfig(Section):
     # of the text that every server scores after every publication, held to the trainer's log-probs of it; 0: not asked
     answer_tokens: int = Field(256, ge=0)
 
-    def check(self, *, engine: str, ranks: int, takes_turns: bool, gpus: bool = False, slack: int = 1) -> None:
+    def check(self, *, engine: str, ranks: int, takes_turns: bool, gpus: bool = False) -> None:
         """Raises ValueError where the servers cannot take weights by this path. ranks: of an embedded server;
-        takes_turns: servers release their weights while the trainer computes; gpus: they compute on GPUs; slack: weight
-        versions between a sample and its training, at most."""
-        if self.during_training:
-            self._check_during_training(takes_turns=takes_turns, slack=slack)
+        takes_turns: servers release their weights while the trainer computes; gpus: the cluster has GPUs."""
         if self.path == "reshard" and engine != "embedded":
             raise ValueError(
                 f"publish.path = 'reshard' with rollout.engine = {engine!r}, whose ranks receive no slices: set "
                 "publish.path = 'distributed' or 'disk', or rollout.engine = 'embedded'"
             )
-        if self.path == "distributed" and takes_turns and gpus:
+        if self.path == "distributed" and takes_turns and gpus and engine != "embedded":
             raise ValueError(
                 "publish.path = 'distributed', but servers are on GPUs of trainer ranks (cluster.colocate), and an "
                 "NCCL group takes one member a GPU: set publish.path = 'tensor' or 'disk', or cluster.colocate = false"
@@ -288,7 +286,11 @@ class PublishConfig(Section):
                 "or 'disk', or cluster.colocate = false"
             )
 
-    def _check_during_training(self, *, takes_turns: bool, slack: int) -> None:
+    def check_during_training(self, takes_turns: bool, slack: int, teachers: Sequence[str]) -> None:
+        """Raises ValueError where servers cannot load beside training. slack: weight versions between a sample and its
+        training, at most; teachers: those that are the policy on the rollout's servers."""
+        if not self.during_training:
+            return
         if self.path != "disk":
             raise ValueError(
                 f"publish.during_training = true with publish.path = {self.path!r}, which needs the trainer until the "
@@ -303,4 +305,10 @@ class PublishConfig(Section):
             raise ValueError(
                 "publish.during_training = true with buffer.max_staleness = 0, where each step trains on samples of "
                 "the version published last: set buffer.max_staleness = 1, or publish.during_training = false"
+            )
+        if teachers:
+            raise ValueError(
+                f"publish.during_training = true with distillation.teachers.{teachers[0]}, which asks the rollout's "
+                "servers, also while they load a version: set its weights = 'reference', or publish.during_training = "
+                "false"
             )

@@ -60,7 +60,9 @@ RULES = {
     "rollout.sglang.hooks": "",
     "rollout.vllm": f"{CONTRACTS} routing_replay rollout.concurrency rollout.seeds rollout.sglang rollout.wire",
     "rollout.publish": f"{CONTRACTS} quant rollout.config rollout.server_key rollout.server_url rollout.sglang"
-    " rollout.vllm rollout.wire",
+    " rollout.wire",
+    "rollout.publish.directory": f"{CONTRACTS} miles_like.hf quant rollout.publish rollout.sglang rollout.vllm"
+    " rollout.wire",
     "rollout.publish.reshard": f"{CONTRACTS} quant rollout.server_key rollout.sglang rollout.wire rollout.publish",
     "rollout.publish.sources": f"{CONTRACTS} quant.registry rollout.publish rollout.sglang",
     "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds",

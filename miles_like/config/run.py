@@ -327,22 +327,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def publications_have_a_receiver(self) -> RunConfig:
         if self.servers is not None:
-            own, turns = self.rollout, self.takes_turns
-            gpus = own.engine != "embedded" and self.cluster.gpus_per_node > 0
-            slack, ranks = self.buffer.slack, own.embedded.tp_size
-            self.publish.check(engine=own.engine, ranks=ranks, takes_turns=turns, gpus=gpus, slack=slack)
-        return self
-
-    @model_validator(mode="after")
-    def servers_that_load_are_not_asked(self) -> RunConfig:
-        teaching = self.distillation.teaching
-        asked = [] if teaching is None else [name for name, t in teaching.teachers.items() if t.by_policy]
-        if self.publish.during_training and asked:
-            raise ValueError(
-                f"publish.during_training = true with distillation.teachers.{asked[0]}, which asks the rollout's "
-                "servers, also while they load a version: set its weights = 'reference', or publish.during_training = "
-                "false"
-            )
+            own, turns, gpus = self.rollout, self.takes_turns, self.cluster.gpus_per_node > 0
+            self.publish.check(engine=own.engine, ranks=own.embedded.tp_size, takes_turns=turns, gpus=gpus)
+            self.publish.check_during_training(turns, self.buffer.slack, self.distillation.policy_teachers)
         return self
 
     @model_validator(mode="after")

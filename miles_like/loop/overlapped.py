@@ -108,3 +108,17 @@ class OverlappedController(Controller):
         if self._loading is not None:
             loading, self._loading = self._loading, None
             await loading
+
+
+def loop_of(controller: type[Controller], *, during_training: bool) -> type[Controller]:
+    """The loop of a run whose user chose `controller`. Raises ValueError for one that does not fit
+    publish.during_training."""
+    if not during_training or issubclass(controller, OverlappedController):
+        return controller
+    if controller is not Controller:
+        raise ValueError(
+            f"publish.during_training = true with the loop {controller.__name__}, which publishes at the end of each "
+            "step: derive it from miles_like.loop.overlapped.OverlappedController, or set publish.during_training = "
+            "false"
+        )
+    return OverlappedController

@@ -27,7 +27,7 @@ from miles_like.loop.buffer import DataBuffer
 from miles_like.loop.controller import Controller
 from miles_like.loop.evaluation import Evaluator, HeldOut, held_out
 from miles_like.loop.feed import Feed
-from miles_like.loop.overlapped import OverlappedController
+from miles_like.loop.overlapped import loop_of
 from miles_like.loop.producer import Producer
 from miles_like.loop.recorder import Recorder
 from miles_like.loop.saver import Saver
@@ -103,10 +103,8 @@ def train(
     controller: the class of the loop; a subclass of Controller changes its steps. Raises ValueError before a process is
     started where the configuration does not fit, RuntimeError where a process fails, Stopped on a stop request.
     """
-    launcher = launcher or Launcher()
-    launcher.check(plan)
-    if plan.config.publish.during_training:
-        overlapped(controller)
+    (launcher := launcher or Launcher()).check(plan)
+    controller = loop_of(controller, during_training=plan.config.publish.during_training)
     rollout, algorithm = RolloutSide(plan=plan), run_algorithm(plan.config)
     runner = rollout.episode_runner()
     prompts, files = read_prompts(plan, console), RunFiles(plan, console)
@@ -152,20 +150,6 @@ def train(
             run_to_end(run.loop(urls), run.stop, plan.config.checkpoint.grace_s)
     write_report(plan.run_dir)
     console.print(f"{'':12}report: {plan.run_dir / 'report.html'}")
-
-
-def overlapped(controller: type[Controller]) -> type[OverlappedController]:
-    """The loop of a run with publish.during_training. Raises ValueError for a loop of the user that does not extend
-    it."""
-    if controller is Controller:
-        return OverlappedController
-    if not issubclass(controller, OverlappedController):
-        raise ValueError(
-            f"publish.during_training = true with the loop {controller.__name__}, which publishes at the end of each "
-            "step: derive it from miles_like.loop.overlapped.OverlappedController, or set publish.during_training = "
-            "false"
-        )
-    return controller
 
 
 def _teachers(rollout: RolloutSide, launcher: Launcher, console: Console) -> RunTeachers:
@@ -393,7 +377,7 @@ class TrainingRun:
     @property
     def make_controller(self) -> Callable[..., Controller]:
         if isinstance(self.publication, DirectoryDelivery):
-            return partial(overlapped(self.controller), delivery=self.publication)
+            return partial(self.controller, delivery=self.publication)
         return self.controller
 
     def packer(self) -> Packer:

@@ -303,6 +303,11 @@ class DistillationConfig(FlatSection):
         return {} if self.teaching is None else self.teaching.teachers
 
     @property
+    def policy_teachers(self) -> list[str]:
+        """Those that are the policy itself, on the rollout's servers."""
+        return [name for name, teacher in self.teachers.items() if teacher.by_policy]
+
+    @property
     def top_k(self) -> int:
         """Candidates at each position; 0: none."""
         return 0 if self.teaching is None or self.teaching.candidates is None else self.teaching.candidates.top_k
