@@ -274,3 +274,25 @@ def test_a_process_group_has_one_member_on_a_gpu() -> None:
     assert load_config(TINY, [*settings, *apart]).publish.path == "distributed"
     on_cpus = ["publish.path=distributed", "cluster.colocate=true"]
     assert load_config(TINY, on_cpus).takes_turns, "over gloo"
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts"),
+    [
+        (["publish.path=tensor"], ("publish.path", "tensor", "disk")),
+        (["buffer.max_staleness=0"], ("buffer.max_staleness", 0, 1)),
+        (["cluster.colocate=true"], ("cluster.colocate", "true")),
+        (
+            [
+                "distillation.mode=added",
+                "distillation.teachers.own={kind='self',weights='current',prompt='{answer}. {prompt}'}",
+            ],
+            ("distillation.teachers.own", "reference"),
+        ),
+    ],
+)
+def test_servers_load_beside_training_where_nothing_needs_them(settings: list[str], facts: Facts) -> None:
+    beside = ["publish.during_training=true", "publish.path=disk", "buffer.max_staleness=1"]
+    assert load_config(TINY, beside).publish.during_training
+    with refuses(ValueError, "publish.during_training", *facts):
+        load_config(TINY, [*beside, *settings])
