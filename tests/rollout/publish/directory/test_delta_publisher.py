@@ -464,7 +464,7 @@ def test_an_announcement_that_does_not_come_is_named(model: Model) -> None:
     ],
 )
 def test_servers_without_a_receiver_are_refused(settings: tuple[str, ...], facts: tuple[object, ...]) -> None:
-    tiny = Path(__file__).parents[3] / "configs" / "tiny.toml"
+    tiny = Path(__file__).parents[4] / "configs" / "tiny.toml"
     with refuses(ValueError, "publish.path", "delta", *facts):
         load_config(tiny, ["publish.path=delta", *settings])
     assert load_config(tiny, ["publish.path=delta"]).publish.path == "delta"
