@@ -14,6 +14,7 @@ import typer
 
 from miles_like.command_errors import one_sentence
 from miles_like.commands.convert import convert
+from miles_like.commands.data.files import data
 from miles_like.commands.doctor import doctor
 from miles_like.commands.evaluate import evaluate
 from miles_like.commands.export import export
@@ -29,7 +30,7 @@ from miles_like.commands.verify import verify
 # otherwise the interpreter's last collection visits a million imported objects: 0.3 s of every command
 atexit.register(gc.freeze)
 
-RUNS, CHECKPOINTS, PLANS = "Runs", "Checkpoints", "Plans and nodes"
+RUNS, CHECKPOINTS, PLANS, DATA = "Runs", "Checkpoints", "Plans and nodes", "Data"
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 _PANELS: dict[str, dict[str, Callable[..., None]]] = {
@@ -41,6 +42,7 @@ for panel, commands in _PANELS.items():
     for name, command in commands.items():
         app.command(name, rich_help_panel=panel)(command)
 app.add_typer(convert, name="convert", rich_help_panel=CHECKPOINTS)
+app.add_typer(data, name="data", rich_help_panel=DATA)
 
 
 def _print_version(asked: bool) -> None:

@@ -119,6 +119,8 @@ RULES = {
     "miles_like.storage": CONTRACTS,
     "miles_like.checkpoint": f"{CONTRACTS} routing_replay miles_like.config.sections miles_like.storage",
     "miles_like.report": f"{CONTRACTS} miles_like.config.sections miles_like.storage miles_like.checkpoint",
+    "miles_like.datasets": f"{CONTRACTS} rollout.prompts miles_like.algorithms miles_like.config miles_like.rewards"
+    " miles_like.storage",
     # miles_like: the loop and the processes
     "miles_like.stopping": "",
     "miles_like.experience": f"{CONTRACTS} rollout.concurrency rollout.seeds rollout.sglang rollout.wire"
@@ -167,16 +169,17 @@ RULES = {
     " miles_like.pipeline miles_like.report miles_like.staging miles_like.storage miles_like.supervised"
     " miles_like.turns miles_like.verify",
     "miles_like.run": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
-    " miles_like.check_results miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience"
-    " miles_like.layout_search miles_like.loop miles_like.pipeline miles_like.planning miles_like.preflight"
-    " miles_like.report miles_like.rewards miles_like.run.setup miles_like.simulation miles_like.staging"
-    " miles_like.stopping miles_like.storage miles_like.supervised miles_like.device_table miles_like.timing"
-    " miles_like.turns miles_like.variables miles_like.verify",
+    " miles_like.check_results miles_like.checkpoint miles_like.cluster miles_like.config miles_like.datasets"
+    " miles_like.experience miles_like.layout_search miles_like.loop miles_like.pipeline miles_like.planning"
+    " miles_like.preflight miles_like.report miles_like.rewards miles_like.run.setup miles_like.simulation"
+    " miles_like.staging miles_like.stopping miles_like.storage miles_like.supervised miles_like.device_table"
+    " miles_like.timing miles_like.turns miles_like.variables miles_like.verify",
     "miles_like.command_errors": "miles_like.stopping",
     "miles_like.commands": "quant.hf_config megatron_bridge.config megatron_bridge.fake"
     " megatron_bridge.plan rollout.embedded.server rollout.server_key rollout.server_url miles_like.command_errors"
     " miles_like.config miles_like.device_table miles_like.doctor miles_like.limits miles_like.pipeline"
     " miles_like.preflight miles_like.report miles_like.run miles_like.simulation miles_like.variables",
+    "miles_like.commands.data": "miles_like.command_errors miles_like.commands miles_like.datasets miles_like.run",
     "miles_like.cli": "miles_like.command_errors miles_like.commands",
     "miles_like.__main__": "miles_like.cli",
     "scripts": "miles_like.commands miles_like.pipeline",

@@ -8,11 +8,18 @@ from miles_like.plugins import load
 from miles_like.protocols import GroupFilter
 from miles_like.types import SampleGroup
 
+EQUAL = "all rewards equal"
+EQUAL_REWARDS = {r: f"{EQUAL} ({r:g})" for r in (-1.0, 0.0, 1.0)}  # the value says whether a prompt is too hard or easy
+
 
 def nonzero_std(group: SampleGroup) -> str | None:
     """Discards a group whose rewards are all equal, or which has fewer than two: its group-relative advantages are 0
     (dynamic sampling, DAPO, arXiv:2503.14476, 3.2). Raises ValueError for a sample without a reward."""
-    return None if len(set(group.rewards)) > 1 else "all rewards equal"
+    found = set(group.rewards)
+    if len(found) > 1:
+        return None
+    # of other values there may be any number, and each reason stays in the ledger
+    return next((EQUAL_REWARDS[r] for r in found if r in EQUAL_REWARDS), EQUAL)
 
 
 def keep_all(group: SampleGroup) -> None:

@@ -34,7 +34,8 @@ Phase = Literal["experience", "train", "save", "publish", "checks"]
 class Curriculum(Protocol):
     """A prompt source that uses rewards to decide which prompts to skip for some epochs."""
 
-    def observe(self, measured: Iterable[Rewards]) -> None: ...
+    def observe(self, measured: Iterable[Rewards]) -> Mapping[str, float]:
+        """Returns `curriculum/...` of the step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,7 +139,7 @@ class Recorder:
         for t in record.taken:
             self.ledger.train(done, t.group_id, t.group)
         if self.curriculum is not None:
-            self.curriculum.observe([r for t in record.taken for r in t.stats.rewards])
+            row = {**row, **self.curriculum.observe([r for t in record.taken for r in t.stats.rewards])}
         self.write_end(done, row)
 
     def write_first(self, step: int, evaluated: Mapping[str, float]) -> None:

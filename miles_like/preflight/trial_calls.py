@@ -24,10 +24,10 @@ from torch import Tensor
 
 from miles_like.check_results import NotCheckedError
 from miles_like.protocols import Algorithm, LossFn, RewardFn, RolloutEngine
+from miles_like.rewards.answered import answered_sample
 from miles_like.types import (
     REFERENCE,
     VALUES,
-    Finish,
     LossInputs,
     Prompt,
     Sample,
@@ -35,7 +35,6 @@ from miles_like.types import (
     SamplingParams,
     Stat,
     Unscored,
-    VersionSpan,
 )
 from rollout.config import RolloutConfig
 from rollout.episodes.runner import make_episode_runner
@@ -163,23 +162,7 @@ def samples_of(prompt: Prompt, tokenizer: Tokenizer, n: int, *, longest: int) ->
     """`n` samples of a prompt, with its answer, cut to `longest` tokens, as the response."""
     text = prompt.answer or "0"
     ids = tokenizer.encode(text, add_special_tokens=False)[:longest] or [0]
-    return tuple(_sample(prompt, i, ids, text) for i in range(n))
-
-
-def _sample(prompt: Prompt, index: int, response: Sequence[int], text: str) -> Sample:
-    before, s = len(prompt.token_ids), len(prompt.token_ids) + len(response)
-    mask = torch.arange(s) >= before
-    return Sample(
-        prompt_id=prompt.id,
-        index=index,
-        token_ids=torch.tensor([*prompt.token_ids, *response]),
-        loss_mask=mask,
-        logprobs=torch.where(mask, -1.0, 0.0),
-        routing=None,
-        versions=(VersionSpan(0, 0, len(response)),),
-        finish=Finish.STOP,
-        text=text,
-    )
+    return tuple(answered_sample(prompt, i, ids, text) for i in range(n))
 
 
 def _check_advantages(found: Any, groups: Sequence[SampleGroup]) -> None:

@@ -95,12 +95,14 @@ class PromptSource:
                 out.append(prompt)
         return out
 
-    def observe(self, measured: Iterable[tuple[str, Sequence[float]]]) -> None:
+    def observe(self, measured: Iterable[tuple[str, Sequence[float]]]) -> dict[str, float]:
         """Record prompt ids and the rewards of their samples for every group finished since the last call, including
         groups that a filter discarded: the curriculum needs groups of equal rewards. The order affects `take`, so it
-        must not depend on timing if the run is to be reproducible. Raises ValueError for an unknown id."""
+        must not depend on timing if the run is to be reproducible. Returns the metrics of the curriculum, none without
+        one. Raises ValueError for an unknown id."""
         for prompt_id, rewards in measured:
             self._curriculum.observe(self.find(prompt_id).id, rewards)
+        return self._curriculum.metrics(len(self))
 
     def drop(self, ids: Collection[str]) -> None:
         """Remove prompts before the first `take`. Raises ValueError if a source has none left."""

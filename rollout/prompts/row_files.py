@@ -60,9 +60,15 @@ def jsonl_rows(file: Path) -> Iterator[tuple[str, Row]]:
             if first and raw.lstrip().startswith(b"["):
                 yield from json_rows(file)
                 return
-            first, where = False, f"line {n}"
-            row, _ = _row(_utf8(raw.rstrip(b"\r\n"), where), 0, where, n)
-            yield where, row
+            first = False
+            yield f"line {n}", jsonl_line(raw, n)
+
+
+def jsonl_line(raw: bytes, n: int) -> Row:
+    """The row of line n, counted from 1. Raises ValueError naming the line."""
+    where = f"line {n}"
+    row, _ = _row(_utf8(raw.rstrip(b"\r\n"), where), 0, where, n)
+    return row
 
 
 def json_rows(file: Path) -> Iterator[tuple[str, Row]]:
@@ -156,7 +162,7 @@ def parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
                 raise ValueError(f"two columns are called {twice!r}")
             n = 0
             for batch in opened.iter_batches(batch_size=_BATCH):
-                columns = [_converted(c) for c in batch.columns]
+                columns = [column_values(c) for c in batch.columns]
                 for values in zip(*columns, strict=True):
                     n += 1
                     yield f"row {n}", dict(zip(names, values, strict=True))
@@ -164,7 +170,9 @@ def parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
         raise ValueError((str(e).strip() or type(e).__name__).splitlines()[0]) from e
 
 
-def _converted(column: pa.Array) -> list[Any]:
+def column_values(column: pa.Array) -> list[Any]:
+    """The values of a column as `parquet_rows` yields them. Raises pyarrow.ArrowException for times that Python's
+    cannot hold."""
     import pyarrow as pa
 
     if pa.types.is_time64(column.type):

@@ -54,7 +54,7 @@ class Source:
         answers = _answers(config, found.answer, rows, path, compared_by)
         ids = given_ids(config, rows)
         self.prompts = [
-            _prompt(config, tokenizer, row, answer, found, rows.where(i), path, given=given, source=name)
+            row_prompt(config, tokenizer, row, answer, found, rows.where(i), path, given=given, source=name)
             for i, (row, answer, given) in enumerate(zip(rows, answers, ids, strict=True))
         ]
         self.places = list(rows.places)  # of each prompt: "line 3" or "row 3" of the file
@@ -148,7 +148,7 @@ def _answers(config: DataConfig, key: str, rows: Rows, path: str, compared_by: s
     return out
 
 
-def _prompt(
+def row_prompt(
     config: DataConfig,
     tokenizer: Tokenizer,
     row: Row,
@@ -160,6 +160,12 @@ def _prompt(
     given: str | None,
     source: str,
 ) -> Prompt:
+    """One row as a prompt. answer: as text; found: the columns of the file; where: file and place of the row; given:
+    its id, None for a hash of text and answer; source: of rows that name none.
+
+    Raises ValueError, naming `where`, for a prompt that is no text or messages, one of more than max_prompt_tokens, and
+    another column without a JSON form.
+    """
     question = column(row, found.prompt, path)
     messages = as_messages(question)
     template = config.template or ("plain" if isinstance(question, str) else "chat")

@@ -19,7 +19,10 @@ def test_groups_that_teach_something_stay():
     refuse = make_filter("nonzero_std")
     assert refuse(rewarded([1.0, 0.0])) is None
     none = SampleGroup(prompt=rewarded([0.0]).prompt, samples=())
-    assert [refuse(g) for g in (rewarded([1.0, 1.0]), rewarded([1.0]), none)] == ["all rewards equal"] * 3
+    equal = [refuse(rewarded(rewards)) for rewards in ([1.0, 1.0], [1.0], [0.0, 0.0], [-1.0], [0.25, 0.25])]
+    reason = "all rewards equal"
+    assert equal == [f"{reason} (1)", f"{reason} (1)", f"{reason} (0)", f"{reason} (-1)", reason]
+    assert refuse(none) == reason
     assert make_filter("off")(rewarded([1.0, 1.0])) is None
     with refuses(ValueError, "p/0"):
         refuse(group([sample(reward=None)]))

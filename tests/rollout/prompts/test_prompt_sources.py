@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from rollout.prompts.config import CurriculumConfig, DataConfig
+from rollout.prompts.curriculum import STRATA, stratum
 from rollout.prompts.mix import PromptSource
 from tests.support.refusals import Facts, refuses
 
@@ -132,9 +133,25 @@ def test_prompts_out_of_bounds_rest_and_come_again(folder: Path) -> None:
         source.observe([("z", MIXED)])
 
 
+def test_the_difficulty_of_a_step_is_measured(folder: Path) -> None:
+    """Over the prompts of one call, those that a filter discarded too; a prompt without a score counts for nothing."""
+    assert [stratum(x) for x in (0, 0.25, 0.26, 0.74, 0.75, 0.99, 1)] == [
+        *("never", "hard", "medium", "medium", "easy", "easy", "always"),
+    ]
+    source = PromptSource(DataConfig(train=str(folder / "b.jsonl"), curriculum=CURRICULUM), TOKENIZER)
+    found = source.observe([("b0", [1.0, 1.0, 1.0, 0.0]), ("b1", FAILED), ("b2", [])])
+    shares = {name: found.pop(f"curriculum/share/{name}") for name in STRATA}
+    assert shares == {"never": 0.5, "hard": 0, "medium": 0, "easy": 0.5, "always": 0}
+    assert found == {"curriculum/pass_rate/mean": 0.375, "curriculum/resting_frac": 1 / len(source)}
+    assert source.observe([]) == {}
+    keys = [*found, *(f"curriculum/share/{name}" for name in STRATA)]
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    assert [key for key in keys if f"`{key}`" not in page] == []
+
+
 def test_without_a_curriculum_nothing_is_learnt(folder: Path) -> None:
     source = mixed(folder)
-    source.observe([("a0", PASSED)])
+    assert source.observe([("a0", PASSED)]) == {}
     assert source.state()["rests"] == {}
 
 

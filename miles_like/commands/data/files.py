@@ -1,0 +1,207 @@
+"""`miles-like data`: prompt files before a run, and the hard prompts after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from miles_like.command_errors import one_sentence
+from miles_like.commands.options import SetOption, check_writable
+from miles_like.commands.output import echo
+
+if TYPE_CHECKING:
+    from miles_like.datasets.settings import DataTools
+    from miles_like.run.setup.model_plan import RunTokenizer
+
+data = typer.Typer(
+    no_args_is_help=True, help="Prompt files: faults, duplicates, splits, figures, hard prompts of a run."
+)
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="a run's: columns, template, reward and eval sets are read of it")
+]
+PromptKeyOption = Annotated[str | None, typer.Option("--prompt-key", help="column of the prompt")]
+AnswerKeyOption = Annotated[str | None, typer.Option("--answer-key", help="column of the answer")]
+TokenizerOption = Annotated[
+    Path | None, typer.Option("--tokenizer", metavar="HF_DIR", help="counts tokens, and applies its chat template")
+]
+AgainstOption = Annotated[
+    list[str] | None,
+    typer.Option("--against", metavar="[NAME=]FILE", help="an eval set, in place of the config's"),
+]
+ThresholdOption = Annotated[
+    float, typer.Option("--threshold", help="Jaccard index of 3-word shingles from which prompts are nearly the same")
+]
+CardOption = Annotated[Path | None, typer.Option("--card", metavar="FILE", help="data card, as markdown")]
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="everything that was found")]
+
+
+@data.command("check")
+def check(
+    file: Annotated[str, typer.Argument(help="jsonl, json, parquet or a hub name")],
+    config: ConfigOption = None,
+    prompt_key: PromptKeyOption = None,
+    answer_key: AnswerKeyOption = None,
+    reward: Annotated[str | None, typer.Option("--reward", help="verifier of the answers")] = None,
+    response: Annotated[
+        str | None, typer.Option("--response", metavar="TEXT", help="how a model writes an {answer}; default: any way")
+    ] = None,
+    full: Annotated[float, typer.Option("--full", help="reward of a right answer")] = 1.0,
+    against: AgainstOption = None,
+    threshold: ThresholdOption = 0.8,
+    tokenizer: TokenizerOption = None,
+    shown: Annotated[int, typer.Option("--shown", min=0, help="rows of each kind that are printed")] = 10,
+    json: JsonOption = None,
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
+) -> None:
+    """List rows that a run refuses, wrong answers, duplicates and leaks into eval sets; status 1 with a fault."""
+    with one_sentence():
+        from miles_like.datasets.check import examine_file
+        from miles_like.datasets.settings import eval_files
+
+        settings = _settings(config, overrides, prompt_key, answer_key, reward)
+        if json is not None:
+            check_writable(json)
+        held, used = eval_files(settings, against or ()), _tokenizer(tokenizer)
+        found = examine_file(file, settings, tokenizer=used, held=held, threshold=threshold, full=full, form=response)
+        for line in found.lines(shown):
+            echo(line)
+        if json is not None:
+            found.write_json(json)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@data.command("stats")
+def stats(
+    file: Annotated[str, typer.Argument(help="jsonl, json, parquet or a hub name")],
+    config: ConfigOption = None,
+    prompt_key: PromptKeyOption = None,
+    answer_key: AnswerKeyOption = None,
+    tokenizer: TokenizerOption = None,
+    answers: Annotated[
+        Path | None, typer.Option("--answers", metavar="FILE", help="of `eval --answers`: pass rates of the prompts")
+    ] = None,
+    pass_at: Annotated[float, typer.Option("--pass-at", help="reward of an answer that passes")] = 1.0,
+    json: JsonOption = None,
+    card: CardOption = None,
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
+) -> None:
+    """Print counts, sources, licences, languages, lengths and pass rates of a file."""
+    with one_sentence():
+        from miles_like.datasets.card import write_card
+        from miles_like.datasets.stats import measure
+        from miles_like.datasets.strata import pass_rates
+        from miles_like.datasets.table import read_table
+
+        settings = _settings(config, overrides, prompt_key, answer_key, None)
+        for path in (json, card):
+            if path is not None:
+                check_writable(path)
+        used = _tokenizer(tokenizer)
+        table = read_table(file, settings.data, used)
+        found = measure(table, used, None if answers is None else pass_rates(answers, table, pass_at))
+        for line in found.lines():
+            echo(line)
+        if json is not None:
+            found.write_json(json)
+        if card is not None:
+            write_card(card, found)
+
+
+@data.command("dedup")
+def dedup(
+    file: Annotated[str, typer.Argument(help="jsonl, json, parquet or a hub name")],
+    out: Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")],
+    config: ConfigOption = None,
+    prompt_key: PromptKeyOption = None,
+    answer_key: AnswerKeyOption = None,
+    against: AgainstOption = None,
+    threshold: ThresholdOption = 0.8,
+    card: CardOption = None,
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
+) -> None:
+    """Write the rows that repeat no earlier one and, with --against, are in no eval set."""
+    with one_sentence():
+        from miles_like.datasets.derive import write_reduced
+        from miles_like.datasets.settings import eval_files
+
+        for path in (out, card):
+            if path is not None:
+                check_writable(path)
+        settings = _settings(config, overrides, prompt_key, answer_key, None)
+        held = eval_files(settings, against or ())
+        for line in write_reduced(file, out, settings.data, held=held, threshold=threshold, card_file=card):
+            echo(line)
+
+
+@data.command("split")
+def split(
+    file: Annotated[str, typer.Argument(help="jsonl, json, parquet or a hub name")],
+    out_dir: Annotated[Path, typer.Argument(help="a directory that is not there yet, or empty")],
+    parts: Annotated[str, typer.Option("--parts", metavar="NAME=SHARE,...")] = "train=0.9,heldout=0.1",
+    config: ConfigOption = None,
+    prompt_key: PromptKeyOption = None,
+    answer_key: AnswerKeyOption = None,
+    threshold: ThresholdOption = 0.8,
+    seed: Annotated[int, typer.Option("--seed", help="another one gives another split")] = 0,
+    format: Annotated[str | None, typer.Option("--format", help="jsonl or parquet; default: that of FILE")] = None,
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
+) -> None:
+    """Write each part to a file, by the hash of the prompt, and a data card; similar prompts stay together."""
+    with one_sentence():
+        from miles_like.datasets.derive import write_split
+
+        settings = _settings(config, overrides, prompt_key, answer_key, None)
+        for line in write_split(file, out_dir, settings.data, parts, threshold=threshold, seed=seed, format=format):
+            echo(line)
+
+
+@data.command("recycle")
+def recycle(
+    run_dir: Annotated[Path, typer.Argument(help="of the run")],
+    out: Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")],
+    low: Annotated[float, typer.Option("--min-pass-rate", help="of a prompt that is recycled")] = 0.0,
+    high: Annotated[float, typer.Option("--max-pass-rate", help="of a prompt that is recycled")] = 0.25,
+    pass_at: Annotated[
+        float | None, typer.Option("--pass-at", help="reward of a sample that passes; default: the curriculum's, or 1")
+    ] = None,
+    tokenizer: TokenizerOption = None,
+) -> None:
+    """Write the prompts on which a run failed or had few successes, with the columns of its files."""
+    with one_sentence():
+        from miles_like.datasets.write import Outputs, check_suffix
+        from miles_like.run.recycle import recycle_run
+
+        check_suffix(out)
+        check_writable(out)
+        found, tables = recycle_run(run_dir, low=low, high=high, pass_at=pass_at, tokenizer=tokenizer)
+        if not found.rows:
+            raise ValueError(
+                f"none of the {found.visited} prompts that {run_dir} visited had a pass rate of {low:g} to {high:g}: "
+                "raise --max-pass-rate"
+            )
+        with Outputs() as outputs:
+            outputs.rows(out, found.rows)
+        for note in outputs.notes:
+            echo(note)
+        files = ", ".join(t.path for t in tables)
+        unknown = f", {found.unknown} of them not in its files" if found.unknown else ""
+        echo(f"{out}: {len(found.rows)} of the {found.visited} prompts that were scored{unknown}; rows of {files}")
+
+
+def _settings(
+    config: Path | None, overrides: list[str], prompt_key: str | None, answer_key: str | None, reward: str | None
+) -> DataTools:
+    from miles_like.datasets.settings import read_settings
+
+    given = {"data.prompt_key": prompt_key, "data.answer_key": answer_key, "reward.name": reward}
+    return read_settings(config, [*overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)])
+
+
+def _tokenizer(directory: Path | None) -> RunTokenizer | None:
+    from miles_like.run.setup.model_plan import run_tokenizer
+
+    return None if directory is None else run_tokenizer(directory)

@@ -1,0 +1,77 @@
+"""Pass rates of prompts, from the answers that `miles-like eval --answers` writes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from miles_like.datasets.table import Table
+from rollout.prompts.curriculum import STRATA, stratum
+
+
+class PassRate(NamedTuple):
+    """The scored answers to a prompt, and how many of them passed."""
+
+    passed: int
+    scored: int
+
+    @property
+    def share(self) -> float:
+        return self.passed / self.scored
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of each line. Raises ValueError naming a line that is no object."""
+    with path.open(encoding="utf-8") as opened:
+        for n, line in enumerate(opened, 1):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                found = None
+            if not isinstance(found, dict):
+                raise ValueError(f"{path}, line {n}: want one JSON object a line, as miles-like writes them")
+            yield n, found
+
+
+def pass_rates(path: Path, table: Table, pass_at: float) -> Mapping[str, PassRate]:
+    """Prompt id -> its pass rate, of the prompts of the table that were answered and scored.
+
+    Of several eval sets in the file the one with the most prompts of the table; of its answers the sampled ones, where
+    a prompt has any, else the greedy one. An answer passes with a reward of `pass_at` or more. Raises ValueError for a
+    file of another form, and where no answer is to a prompt of the table.
+    """
+    rewards: defaultdict[str, defaultdict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(dict))
+    for n, line in json_lines(path):
+        name, mode, prompt, reward = (line.get(k) for k in ("set", "mode", "prompt_id", "reward"))
+        texts = isinstance(name, str) and isinstance(mode, str) and isinstance(prompt, str)
+        if not texts or "reward" not in line or not isinstance(reward, int | float | None):
+            raise ValueError(
+                f"{path}, line {n}: want set, mode, prompt_id and reward, as `miles-like eval --answers` writes them"
+            )
+        found = rewards[str(name)][str(prompt)].setdefault(str(mode), [])
+        if reward is not None:
+            found.append(reward)
+    ids = {i.prompt.id for i in table.items}
+    best: Mapping[str, dict[str, list[float]]] = max(
+        rewards.values(), key=lambda of_set: len(of_set.keys() & ids), default={}
+    )
+    out = {}
+    for prompt, modes in best.items():
+        scored = modes.get("sampled") or modes.get("greedy") or []
+        if prompt in ids and scored:
+            out[prompt] = PassRate(sum(r >= pass_at for r in scored), len(scored))
+    if not out:
+        raise ValueError(
+            f"{path}: none of its answers is to one of the {len(ids)} prompts of {table.path}: give the file that was "
+            "answered, with its columns, and with the --tokenizer of the model if it has no ids and a chat template"
+        )
+    return out
+
+
+def strata_counts(rates: Mapping[str, PassRate]) -> dict[str, int]:
+    """Stratum -> prompts, in the order of STRATA."""
+    counts = Counter(stratum(r.share) for r in rates.values())
+    return {name: counts[name] for name in STRATA}
