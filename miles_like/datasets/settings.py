@@ -30,6 +30,8 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> DataTools:
     tree = {k: v for k, v in read_tree(path, overrides).items() if k in known}
     given = tree.get("data", {})
     tree["data"] = given if given.get("sources") else {"train": "", **given}
+    if path is not None:
+        tree.setdefault("reward", {})  # a run without the section has a reward too
     return checked(DataTools, tree, "--set" if path is None else str(path))
 
 

@@ -136,7 +136,10 @@ def language_of(text: str) -> str:
 def _identifier() -> Any:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier  # 1 s, most of it its model
 
-    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    made = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    # languages with a code of three letters, such as Wu Chinese, take half of the probability of their neighbours
+    made.set_languages([code for code in made.labels if len(code) == 2])
+    return made
 
 
 def licence_of(row: Mapping[str, Any]) -> str:

@@ -58,7 +58,7 @@ def test_questions_are_answered_without_slow_imports(light: str) -> None:
 def test_every_command_has_a_panel_and_help_of_one_sentence() -> None:
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for name, command in commands.items():
-        assert command.rich_help_panel in ("Runs", "Checkpoints", "Plans and nodes"), name
+        assert command.rich_help_panel in ("Runs", "Checkpoints", "Plans and nodes", "Data"), name
         assert command.help and command.help.split("\n")[0].endswith((".", "1", "not", "with")), (name, command.help)
 
 
