@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from miles_like.datasets.duplicates import answer_key, find_duplicates
 from miles_like.datasets.similarity import shingles
-from tests.support.similar_rows import items_of, jaccard, similar_texts
+from tests.support.similar_rows import NEAR, items_of, jaccard, similar_texts
 
 ROWS = st.lists(st.tuples(similar_texts(), st.sampled_from(["3", "3.0", "four"])), max_size=9)
 
@@ -23,11 +23,11 @@ def test_what_is_kept_repeats_nothing_and_what_is_removed_does(
     sets, keys = [shingles(t) for t, _ in rows], [answer_key(a) for _, a in rows]
 
     def repeats(i: int, j: int) -> bool:
-        return keys[i] == keys[j] and jaccard(sets[i], sets[j]) >= 0.8
+        return keys[i] == keys[j] and jaccard(sets[i], sets[j]) >= NEAR
 
     assert not [(i, j) for i in found.kept for j in found.kept if i < j and repeats(i, j)]
     assert all(d.kept in found.kept and d.kept < d.item and repeats(d.item, d.kept) for d in found.removed)
-    assert all(d.jaccard == jaccard(sets[d.item], sets[d.kept]) for d in found.removed)
+    assert all(d.jaccard == float(jaccard(sets[d.item], sets[d.kept])) for d in found.removed)
     assert all(d.exact is (rows[d.item][0] == rows[d.kept][0]) for d in found.removed)
     assert sorted([*found.kept, *(d.item for d in found.removed)]) == list(range(len(rows)))
     grown = [*rows, *more]
