@@ -21,7 +21,7 @@ from pathlib import Path
 from rollout.wire import endpoints
 
 VARIABLE = "MILES_LIKE_SERVER_KEY"
-# all other endpoints take SGLang's second key (`auth_level` in its http_server.py)
+# with OpenAI's; all other endpoints take SGLang's second key (`auth_level` in its http_server.py)
 _SAMPLING = frozenset({endpoints.GENERATE, endpoints.MODEL_INFO, endpoints.SERVER_INFO})
 _SHAPE = re.compile(r"[\x21-\x7e]{16,512}")
 
@@ -64,7 +64,8 @@ class ServerKey:
         return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._of(endpoint).encode())
 
     def _of(self, endpoint: str) -> str:
-        return self.sampling if endpoint.partition("?")[0] in _SAMPLING else self.control
+        path = endpoint.partition("?")[0]
+        return self.sampling if path in _SAMPLING or path.startswith(endpoints.OPENAI) else self.control
 
     def redact(self, output: bytes) -> bytes:
         """`output` with both secrets replaced."""

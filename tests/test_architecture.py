@@ -73,6 +73,7 @@ RULES = {
     "rollout.embedded.engine": "miles_like.types rollout.embedded.cache rollout.embedded.model rollout.wire",
     "rollout.embedded.ranks": "miles_like.hf quant rollout.embedded.cache rollout.embedded.model"
     " rollout.embedded.updates rollout.wire",
+    "rollout.embedded.openai": "miles_like.hf miles_like.limits miles_like.types rollout.embedded.engine rollout.wire",
     "rollout.embedded.server": f"{CONTRACTS} quant.hf_config rollout.config rollout.server_key rollout.wire"
     " rollout.embedded",
     # megatron_bridge

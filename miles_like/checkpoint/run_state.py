@@ -123,12 +123,18 @@ def save(checkpoints: Path, state: RunState, *, keep: int, every: int | None = N
 def load_latest(checkpoints: Path) -> tuple[Path, RunState] | None:
     """The folder that `latest` names and its state; None without any checkpoint. Raises ValueError naming a damaged
     file and the newest complete checkpoint before it."""
-    folder = _latest(checkpoints, kept_steps(checkpoints))
+    folder = latest_folder(checkpoints)
     if folder is None:
         return None
     with suggesting_earlier_checkpoint(folder):
         state = load(folder)
     return folder, state
+
+
+def latest_folder(checkpoints: Path) -> Path | None:
+    """The folder that `latest` names, not verified; None without any checkpoint. Raises ValueError when `latest` is
+    missing or damaged."""
+    return _latest(checkpoints, kept_steps(checkpoints))
 
 
 def go_back(checkpoints: Path, step: int) -> None:

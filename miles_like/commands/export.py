@@ -24,13 +24,22 @@ def export(
         Path | None,
         typer.Option("--hf-config", help="the model that the run began with, where its cache is not there any more"),
     ] = None,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="REPO", help="then upload to the hub; a new repository is private")
+    ] = None,
     memory_limit: MemoryOption = "4GiB",
     workers: WorkersOption = 1,
 ) -> None:
     """Write the trained model of a run as a Hugging Face directory."""
     with one_sentence():
         from miles_like.pipeline.convert import ConvertWork
+        from miles_like.pipeline.push import check_push
+        from miles_like.pipeline.push import push as upload
         from miles_like.run.export import export_run
 
         work = ConvertWork(parse_bytes(memory_limit), workers, None)
+        if push is not None:
+            check_push(push)
         echo(export_run(run_dir, out_dir, work, step=step, format=format, hf_config=hf_config))
+        if push is not None:
+            echo(upload(out_dir, push, f"Model of the run {run_dir.resolve().name}, {format}"))

@@ -8,13 +8,29 @@ from typing import Annotated
 import typer
 
 from miles_like.command_errors import one_sentence
-from miles_like.commands.options import KeyFileOption
+from miles_like.commands.options import FORMATS, KeyFileOption
+from miles_like.commands.output import echo
+
+PORT = 30000  # stock SGLang's
 
 
 def serve(
-    hf_dir: Path,
-    port: Annotated[int, typer.Option("--port", min=1, max=65535)],
+    path: Annotated[Path, typer.Argument(help="run directory, checkpoint of a run, or Hugging Face directory")],
+    port: Annotated[int, typer.Option("--port")] = PORT,
     host: Annotated[str, typer.Option("--host", help="addresses other than loopback need a key")] = "127.0.0.1",
+    context_length: Annotated[
+        int | None,
+        typer.Option("--context-length", min=1, help="tokens of prompt and answer; default: the model's, up to 8192"),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option("--served-model-name", help="for clients; default: the name of the directory")
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", metavar="N", help="of a run: the checkpoint of step N")] = None,
+    format: Annotated[str, typer.Option("--format", help=f"of a run's export: bf16, {FORMATS}")] = "bf16",
+    hf_config: Annotated[
+        Path | None,
+        typer.Option("--hf-config", help="the model that the run began with, where its cache is not there any more"),
+    ] = None,
     threads: Annotated[int, typer.Option("--threads", min=1, max=1024)] = 2,
     key_file: KeyFileOption = None,
     routed_experts: Annotated[
@@ -25,11 +41,25 @@ def serve(
         ),
     ] = True,
 ) -> None:
-    """Serve a model with the embedded engine and SGLang's HTTP API."""
+    """Serve a run's model, or any supported one, with OpenAI's and SGLang's HTTP API.
+
+    Prints `ready: URL MODEL FORMAT, context N` once it answers; / lists its routes.
+    """
     with one_sentence():
+        from miles_like.pipeline.convert import ConvertWork
+        from miles_like.run.serving import CONTEXT, servable
+        from miles_like.run.serving import context_length as context_of
         from rollout.embedded.server import app as server
         from rollout.server_key import given_key
 
-        arguments = ["--model-path", str(hf_dir), "--host", host, "--port", str(port), "--threads", str(threads)]
+        key = given_key(key_file)
+        server.check_address_free(host, port, key)
+        work = ConvertWork(memory_limit=4 << 30, workers=1, nodes=None)
+        found = servable(path, work, step=step, format=format, hf_config=hf_config, report=echo)
+        context = context_of(found.directory, context_length)
+        arguments = ["--model-path", str(found.directory), "--host", host, "--port", str(port)]
+        arguments += ["--threads", str(threads), "--context-length", str(context)]
+        arguments += ["--max-total-tokens", str(max(8 * CONTEXT, context))]
+        arguments += ["--served-model-name", served_model_name or found.name]
         arguments += ["--enable-return-routed-experts"] if routed_experts else []
-        server.serve(server.parse(arguments), given_key(key_file))
+        server.serve(server.parse(arguments), key)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from miles_like.checkpoint.run_state import kept_steps, load, load_latest, step_folder
 from miles_like.config.load import load_config
+from miles_like.config.run import RunConfig
 from miles_like.pipeline.cache import fetched_model
 from miles_like.pipeline.convert import ConvertWork, to_hf
 
@@ -20,10 +21,7 @@ def export_run(
     ValueError for a directory without a run, a step without a checkpoint, a damaged file, and where the fetched model
     is not there.
     """
-    path = run_dir / "config.toml"
-    if not path.is_file():
-        raise ValueError(f"{run_dir} holds no run ({path} is not there): give the --run-dir of one")
-    config = load_config(path)
+    config = config_of(run_dir)
     folder = _checkpoint(run_dir / "checkpoints", step)
     return to_hf(
         folder / "trainer",
@@ -33,6 +31,14 @@ def export_run(
         hf_config=fetched_model(config, run_dir) if hf_config is None else hf_config,
         lora_alpha=config.lora.alpha if config.lora.rank else None,
     )
+
+
+def config_of(run_dir: Path) -> RunConfig:
+    """Raises ValueError for a directory without a run."""
+    path = run_dir / "config.toml"
+    if not path.is_file():
+        raise ValueError(f"{run_dir} holds no run ({path} is not there): give the --run-dir of one")
+    return load_config(path)
 
 
 def _checkpoint(checkpoints: Path, step: int | None) -> Path:

@@ -22,6 +22,12 @@ CHECKSUM = "/weights_checker"
 RELEASE_MEMORY = "/release_memory_occupation"
 RESUME_MEMORY = "/resume_memory_occupation"
 
+# OpenAI's API
+OPENAI = "/v1/"
+OPENAI_MODELS = "/v1/models"
+OPENAI_COMPLETIONS = "/v1/completions"
+OPENAI_CHAT = "/v1/chat/completions"
+
 # of this project's embedded engine alone: weights that trainer ranks send each of its ranks
 WEIGHTS_LAYOUT = "/weights_layout"
 PLAN_SLICES = "/plan_weight_slices"

@@ -1,12 +1,15 @@
-"""As much of the Hugging Face hub's API as its client needs to download a model, on loopback, with faults to order.
+"""As much of the Hugging Face hub's API as its client needs to download or upload a model, on loopback, with faults to
+order.
 
 Written from what huggingface_hub 2 asks for: model info at a revision, the tree at a commit, HEAD and GET of
-/{repo}/resolve/{commit}/{file}. Large files (safetensors) are redirected to another host, as the hub does with LFS.
-Not spoken: Xet, tokens, gated repositories, pages of the tree, compressed answers.
+/{repo}/resolve/{commit}/{file}. Large files (safetensors) are redirected to another host, as the hub does with LFS. An
+upload is whoami, the new repository, the way of each file, LFS's batch and PUTs, and a commit in lines of JSON. Not
+spoken: Xet, tokens of downloads, gated repositories, pages of the tree, compressed answers.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -48,6 +51,9 @@ class FakeHub:
         self.cut: dict[str, int] = {}
         self.stall: dict[str, int] = {}
         self.stalled = threading.Event()
+        self.token = "hf_right"  # which uploads need
+        self.full = False  # uploads of large files are refused
+        self.private: set[str] = set()  # repositories that were created so
         self._closing = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = True
@@ -98,6 +104,15 @@ class FakeHub:
     def knows(self, repo: str) -> bool:
         return repo in self._commits
 
+    def create(self, repo: str, visibility: str) -> None:
+        self._commits.setdefault(repo, {})
+        self._branch.setdefault(repo, self.push(repo, {}))
+        if visibility == "private":
+            self.private.add(repo)
+
+    def keep(self, sha256: str, content: bytes) -> None:
+        self._blobs[sha256] = content
+
     def hold(self) -> None:
         """Until the end, in the thread of a request that stalls."""
         self.stalled.set()
@@ -138,9 +153,80 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        self._take()
+
+    def do_PUT(self) -> None:
+        self._take()
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        out = b""
+        while size := int(self.rfile.readline(), 16):
+            out += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return out
+
+    def _take(self) -> None:
+        """A part of an upload."""
+        body, parts = (
+            self._body(),
+            [urllib.parse.unquote(p) for p in urllib.parse.urlsplit(self.path).path.split("/")[1:]],
+        )
+        if parts[0] == "put":
+            if self.hub.full:
+                return self._refuse(403, "", "the storage is full")
+            self.hub.keep(parts[1], body)
+            return self._json({})
+        if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            return self._refuse(401, "", "Invalid credentials in Authorization header")
+        if parts == ["api", "repos", "create"]:
+            asked = json.loads(body)
+            repo = f"{asked['organization'] or 'me'}/{asked['name']}"
+            if self.hub.knows(repo):
+                return self._refuse(409, "", "You already created this model repo", url=f"{self.hub.url}/{repo}")
+            self.hub.create(repo, asked.get("visibility", "public"))
+            return self._json({"url": f"{self.hub.url}/{repo}", "name": repo})
+        if parts[2:] == ["info", "lfs", "objects", "batch"]:
+            found = [
+                o | {"actions": {"upload": {"href": f"{self.hub.url}/put/{o['oid']}"}}}
+                for o in json.loads(body)["objects"]
+            ]
+            return self._json({"objects": found})
+        repo = "/".join(parts[2:4])
+        if not self.hub.knows(repo):
+            return self._refuse(404, "RepoNotFound", "Repository not found")
+        if parts[4] == "preupload":
+            files = [f["path"] for f in json.loads(body)["files"]]
+            modes = [
+                {"path": f, "uploadMode": "lfs" if _large(f) else "regular", "shouldIgnore": False, "oid": None}
+                for f in files
+            ]
+            return self._json({"files": modes})
+        return self._commit(repo, [json.loads(line) for line in body.splitlines()])
+
+    def _commit(self, repo: str, lines: list[dict[str, Any]]) -> None:
+        files = dict(self.hub.files(repo, str(self.hub.at(repo, "main"))))
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.hub.blob(value["oid"])
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+        commit = self.hub.push(repo, files)
+        self._json({"success": True, "commitOid": commit, "commitUrl": f"{self.hub.url}/{repo}/commit/{commit}"})
+
     def _answer(self) -> None:
         url = urllib.parse.urlsplit(self.path)
         parts = [urllib.parse.unquote(p) for p in url.path.split("/")[1:]]
+        if parts == ["api", "whoami-v2"]:
+            if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+                return self._refuse(401, "", "Invalid credentials in Authorization header")
+            return self._json({"name": "me", "type": "user", "orgs": []})
         if parts[:2] == ["api", "models"] and len(parts) >= 4:
             self._api("/".join(parts[2:4]), parts[4:])
         elif parts[2:3] == ["resolve"] and len(parts) >= 5:
@@ -149,6 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_file(self.hub.blob(parts[1]), parts[1], "/".join(parts[5:]), parts[4])
         else:
             self._refuse(404, "", f"no such page: {url.path}")
+        return None
 
     def _api(self, repo: str, rest: list[str]) -> None:
         if not self.hub.knows(repo):
@@ -214,11 +301,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self._finish(body)
 
-    def _refuse(self, status: int, code: str, message: str) -> None:
+    def _refuse(self, status: int, code: str, message: str, **more: str) -> None:
         self.send_response(status)
         self.send_header("X-Error-Code", code)
         self.send_header("X-Error-Message", message)
-        self._finish(json.dumps({"error": message}).encode())
+        self._finish(json.dumps({"error": message} | more).encode())
 
     def _finish(self, body: bytes) -> None:
         self.send_header("Content-Length", str(len(body)))

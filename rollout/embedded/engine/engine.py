@@ -21,9 +21,9 @@ from rollout.embedded.cache.kv_cache import KVCache
 from rollout.embedded.engine.admission import Admission, Admitted
 from rollout.embedded.engine.capture import RouteCapture, RoutingRows
 from rollout.embedded.engine.fair_share import in_turn
-from rollout.embedded.engine.requests import Completed, Entry, Group, Job, PromptSpec
+from rollout.embedded.engine.requests import Completed, Entry, Group, Job, PromptSpec, SampledToken
 from rollout.embedded.engine.running import Rows
-from rollout.embedded.engine.sampler import sample, stream_keys
+from rollout.embedded.engine.sampler import Draw, likeliest, sample, stream_keys
 from rollout.embedded.model.batch import ForwardBatch
 from rollout.embedded.model.layout import SequenceRows, joined, lay_out, lay_out_decode
 from rollout.embedded.model.model import Model
@@ -284,13 +284,37 @@ class Engine:
 
     def _commit(self, rows: NDArray[np.int64], logits: Tensor) -> None:
         """Samples the next token of each row and finishes rows that end with it."""
-        tokens, logprobs = sample(logits, self._rows.draw(rows), self.model.ops)
+        draw = self._rows.draw(rows)
+        tokens, logprobs = sample(logits, draw, self.model.ops)
         stopped, full = self._rows.append(rows, tokens, logprobs)
+        if self._rows.watched[rows].any():
+            stopped = stopped | self._watched(rows, logits, draw, tokens, logprobs, stopped, full)
         self.generated += len(rows)
         over = stopped | full
         if over.any():
             reasons = [Finish.STOP if s else Finish.LENGTH for s in stopped[over]]
             self._finish(rows[over], reasons)
+
+    def _watched(
+        self,
+        rows: NDArray[np.int64],
+        logits: Tensor,
+        draw: Draw,
+        tokens: Tensor,
+        logprobs: Tensor,
+        stopped: NDArray[np.bool_],
+        full: NDArray[np.bool_],
+    ) -> NDArray[np.bool_]:
+        """Gives the tokens of watched rows to their watches -> [len(rows)] those that end their sample."""
+        ended = np.zeros(len(rows), np.bool_)
+        for i in np.flatnonzero(self._rows.watched[rows]).tolist():
+            job = self._admission.jobs[int(rows[i])]
+            watch = job.group.spec.watch
+            assert watch is not None
+            finish = Finish.STOP if stopped[i] else Finish.LENGTH if full[i] else None
+            top = likeliest(logits, draw, i, watch.top)
+            ended[i] = watch(job.index, SampledToken(int(tokens[i]), float(logprobs[i]), top, finish))
+        return ended
 
     def _feed(self, entries: list[Entry], turn: NDArray[np.int64]) -> Tensor:
         """Feeds the uncached tokens of the entries, long ones in pieces, and keeps the logits after the last token. The
@@ -438,7 +462,7 @@ class Engine:
             prompt_tokens=len(spec.token_ids),
             weight_version=self.version,
             weight_versions=job.spans(len(ids)),
-            matched=int(ids[-1]) if finish is Finish.STOP else None,
+            matched=int(ids[-1]) if finish is Finish.STOP and spec.watch is None else None,  # else its watch knows
             routed_experts=encoded and encoded.experts,
             row_versions=encoded and encoded.versions,
             routed_weights=encoded and encoded.gates,

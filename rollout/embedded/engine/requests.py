@@ -9,16 +9,37 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from miles_like.types import SamplingParams
+from miles_like.types import Finish, SamplingParams
 from rollout.embedded.engine.capture import RoutingRows
 from rollout.wire.generate import GenerateReply, GenerateRequest, WireSpan
 from rollout.wire.layer_states import MAX_TOKENS
 from rollout.wire.scores import PromptTop
+
+
+class SampledToken(NamedTuple):
+    """A token that was just sampled. Log-probs are those of `rollout.embedded.engine.sampler.sample`."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens in its place and their log-probs, as many as requested
+    finish: Finish | None  # why the sample ends with it, STOP: it is a stop token; None: it does not
+
+
+class Watch(Protocol):
+    """Is given each token of a prompt's samples at once. Called on the engine's thread, where it must not raise."""
+
+    @property
+    def top(self) -> int:
+        """Number of likeliest tokens that it is given."""
+
+    def __call__(self, index: int, token: SampledToken) -> bool:
+        """Whether sample `index` ends with this token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +57,7 @@ class PromptSpec:
     routing_start: int | None = None  # first position whose experts are requested; None: none
     gates: bool = False  # gate weights are requested too
     states: bool = False  # the residual stream of every token at every layer is requested, and nothing is sampled
+    watch: Watch | None = None
 
     @property
     def limit(self) -> int:

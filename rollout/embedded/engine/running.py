@@ -35,6 +35,7 @@ class Rows:
         self.top_k = np.zeros(rows, np.int64)
         self.min_p = np.zeros(rows, np.float32)
         self.stop = np.full((rows, 1), -1, np.int64)  # [R, S] stop tokens, padded with -1
+        self.watched = np.zeros(rows, np.bool_)
         self._stops = np.zeros(rows, np.int64)  # columns of `stop` that each row needs; 0: a free row
         self._needs = np.zeros(rows, np.int64)  # columns of `tokens` that each row needs
         self._free = list(range(rows - 1, -1, -1))
@@ -49,6 +50,7 @@ class Rows:
     def release(self, rows: list[int]) -> None:
         self._free.extend(rows)
         self._stops[rows] = self._needs[rows] = 0
+        self.watched[rows] = False
         self.stop[rows] = -1
         self._narrow(max(_WIDTH, int(self._needs.max())), max(1, int(self._stops.max())))
 
@@ -78,6 +80,7 @@ class Rows:
         self.min_p[rows] = spec.sampling.min_p
         self.stop[rows] = -1
         self.stop[rows, : len(stops)] = stops
+        self.watched[rows] = spec.watch is not None
 
     def _widen(self, width: int, stops: int) -> None:
         r, w = self.tokens.shape

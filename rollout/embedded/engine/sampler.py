@@ -62,6 +62,16 @@ class Draw:
     top_k: NDArray[np.int64]  # [B]; -1 is off, 1 is greedy
     min_p: NDArray[np.float32]  # [B]; 0 is off
 
+    @property
+    def greedy(self) -> NDArray[np.bool_]:
+        """[B]"""
+        return np.asarray((self.temperature < _GREEDY_BELOW) | (self.top_k == 1), np.bool_)
+
+    @property
+    def divisors(self) -> NDArray[np.float32]:
+        """[B] of the logits, in the distribution that log-probs are of."""
+        return np.where(self.greedy, np.float32(1), self.temperature)
+
 
 def sample(logits: Tensor, draw: Draw, ops: Operations) -> tuple[Tensor, Tensor]:
     """logits [B, V] -> tokens int64 [B] and their log-probs fp32 [B].
@@ -70,8 +80,8 @@ def sample(logits: Tensor, draw: Draw, ops: Operations) -> tuple[Tensor, Tensor]
     greedy rows those of the raw logits at any temperature. Both are SGLang's convention.
     """
     x = logits.float()
-    greedy = (draw.temperature < _GREEDY_BELOW) | (draw.top_k == 1)
-    temperature = np.where(greedy, np.float32(1), draw.temperature)
+    greedy = draw.greedy
+    temperature = draw.divisors
     if not (temperature == 1).all():
         x = x / torch.from_numpy(temperature)[:, None]
     if greedy.all():
@@ -89,6 +99,15 @@ def sample(logits: Tensor, draw: Draw, ops: Operations) -> tuple[Tensor, Tensor]
         rows = torch.from_numpy(greedy.nonzero()[0])
         tokens[rows] = x[rows].argmax(-1)
     return tokens, ops.logprob(x, tokens, ops.tp_shards)
+
+
+def likeliest(logits: Tensor, draw: Draw, row: int, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` likeliest tokens of a row of logits [B, V] and their log-probs, in the distribution that `sample`
+    gives the log-prob of its token in."""
+    if not count:
+        return ()
+    found = (logits[row].float() / float(draw.divisors[row])).log_softmax(-1).topk(min(count, logits.shape[1]))
+    return tuple(zip(found.indices.tolist(), found.values.tolist(), strict=True))
 
 
 def kept(p: Tensor, *, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,7 @@ import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-import orjson
-
+from rollout.embedded.openai.errors import error_json
 from rollout.server_key import VARIABLE, ServerKey
 from rollout.wire import endpoints
 
@@ -52,7 +51,7 @@ class Access:
         if refusal is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await _answer(send, *refusal)
+            await _answer(send, *refusal, scope["path"])
         else:  # a websocket: not supported
             await send({"type": "websocket.close", "code": 1008})
 
@@ -97,8 +96,8 @@ def _is_address(name: str) -> bool:
     return True
 
 
-async def _answer(send: Send, status: int, message: str) -> None:
-    body = orjson.dumps({"error": {"message": message}})
+async def _answer(send: Send, status: int, message: str, path: str) -> None:
+    body = error_json(message, status, path)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

@@ -12,7 +12,7 @@ import orjson
 from fastapi import Request
 from fastapi.responses import Response
 
-from rollout.embedded.server.limits import error_body
+from rollout.embedded.openai.errors import error_json
 from rollout.wire.replies import Json
 
 INLINE = 32 << 10  # bytes of a request, or tokens of a reply, up to which the event loop does the work itself
@@ -24,8 +24,9 @@ def json_reply(body: object, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
-def error_reply(message: str, status: int = 400, headers: dict[str, str] | None = None) -> Response:
-    return Response(error_body(message), status, headers, media_type="application/json")
+def error_reply(message: str, status: int = 400, headers: dict[str, str] | None = None, *, path: str = "") -> Response:
+    """path: of the request, whose API has the form of errors."""
+    return Response(error_json(message, status, path), status, headers, media_type="application/json")
 
 
 def parsed_json(raw: bytes) -> Json:

@@ -12,14 +12,16 @@ import gc
 import logging
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
+from quant.hf_config import spec_from_hf
 from rollout.config import PublishConfig
 from rollout.embedded.engine.engine import EngineLimits
 from rollout.embedded.model.exact_ops import operations
@@ -27,7 +29,7 @@ from rollout.embedded.ranks.crew import LIMIT_S, Crew
 from rollout.embedded.ranks.gloo import RankLost
 from rollout.embedded.ranks.part import opened
 from rollout.embedded.server.access import Access, check_address
-from rollout.embedded.server.handlers import Handlers, answered, http_error
+from rollout.embedded.server.handlers import Handlers, answered, http_error, served_name
 from rollout.embedded.server.limits import (
     Arrivals,
     BodyLimits,
@@ -37,7 +39,9 @@ from rollout.embedded.server.limits import (
     weights_bytes,
 )
 from rollout.embedded.server.log_limit import LogLimit
+from rollout.embedded.server.openai_handlers import openai_answered
 from rollout.embedded.server.openapi import HEALTH_GENERATE, OPENAPI
+from rollout.embedded.server.routes_page import DOCS, ROOT
 from rollout.embedded.server.service import Service, slices_of
 from rollout.embedded.server.worker import EngineWorker
 from rollout.server_key import ServerKey, given_key
@@ -46,6 +50,7 @@ from rollout.wire.bodies import request_bytes
 from rollout.wire.layer_states import FLAG
 from rollout.wire.log_marks import LOADED, LOADS
 
+READY = "ready"  # begins the line that a server prints once it answers
 _BUCKET_BYTES = PublishConfig().bucket_bytes
 SERVER_PROMPTS = 64  # prompts of the context length that fit in one request
 _CANDIDATES = 128  # candidates per token that fit in a reply to so many prompts
@@ -101,8 +106,17 @@ def make_app(worker: EngineWorker, args: argparse.Namespace, limits: RequestLimi
         (endpoints.RELEASE_MEMORY, both, h.release_memory),
         (endpoints.RESUME_MEMORY, both, h.resume_memory),
         (OPENAPI, get, h.openapi),
+        (ROOT, get, h.page),
+        (DOCS, get, h.page),
     ):
         app.add_route(path, answered(handler), methods=methods)
+    for path, methods, handler in (
+        (endpoints.OPENAI_MODELS, get, h.openai.models),
+        (endpoints.OPENAI_MODELS + "/{model:path}", get, h.openai.model),
+        (endpoints.OPENAI_COMPLETIONS, post, h.openai.completions),
+        (endpoints.OPENAI_CHAT, post, h.openai.chat),
+    ):
+        app.add_route(path, openai_answered(handler), methods=methods)
     app.add_exception_handler(HTTPException, http_error)
     return app
 
@@ -131,6 +145,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--max-total-tokens", type=int, default=65536, help="slots of the cache")
     p.add_argument("--max-running-requests", type=int, default=512)
     p.add_argument("--context-length", type=int, default=1024)
+    p.add_argument("--served-model-name", help="in OpenAI's endpoints; default: the directory's name")
     p.add_argument("--weight-version", default="default")
     for flag, unit in (
         (
@@ -185,6 +200,40 @@ def _bind_error(e: Exception, port: int) -> str:
     if code in (errno.EACCES, errno.EPERM):
         return f"{e.strerror}; port {port} requires permissions that this user lacks, give one from 1024 on"
     return f"{e.strerror}; give an address of this machine"
+
+
+class _Server(uvicorn.Server):
+    """Prints a line once it answers."""
+
+    def __init__(self, config: uvicorn.Config, ready: str) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self._ready, flush=True)
+
+
+def _ready(listener: socket.socket, service: Service, name: str) -> str:
+    """Where the server answers, with what: `ready: URL MODEL FORMAT, context N`."""
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{READY}: {url} {name} {_format_of(service.config)}, context {service.engine.limits.context_length}"
+
+
+def _format_of(config: Mapping[str, Any]) -> str:
+    """Of the stored weights."""
+    if (spec := spec_from_hf(config)) is not None:
+        return spec.format.value.upper()
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return {"bfloat16": "BF16", "float32": "FP32", "float16": "FP16"}.get(dtype, dtype)
+
+
+def check_address_free(host: str, port: int, key: ServerKey | None) -> None:
+    """Raises ValueError, as `serve` does, where a server could not listen at this moment, or would need a key."""
+    with _listener(host, port) as listener:
+        check_address(listener.getsockname()[0], key)
 
 
 def serve(args: argparse.Namespace, key: ServerKey | None = None) -> None:
@@ -244,7 +293,7 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey 
     log_limit = LogLimit()
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(log_limit)
-    server = uvicorn.Server(config)
+    server = _Server(config, _ready(listener, service, served_name(args)))
 
     def lost(sentence: str) -> None:
         worker.end(RankLost(sentence))

@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 
 from miles_like.types import NamedTensor
 from rollout.embedded.engine.requests import Completed, PromptSpec, specs_of
+from rollout.embedded.openai.text import Text
 from rollout.embedded.server.answers import (
     aside,
     beside,
@@ -32,10 +33,11 @@ from rollout.embedded.server.answers import (
     parsed_json,
 )
 from rollout.embedded.server.limits import Refused, RequestLimits
+from rollout.embedded.server.openai_handlers import OpenAIHandlers
 from rollout.embedded.server.openapi import document
+from rollout.embedded.server.routes_page import page
 from rollout.embedded.server.service import held_bytes
 from rollout.embedded.server.slice_handlers import SliceHandlers
-from rollout.embedded.server.text import Text
 from rollout.embedded.server.worker import EngineStopped, EngineWorker, Generation
 from rollout.embedded.updates.groups import UpdateGroups, is_loopback
 from rollout.embedded.updates.segments import read_segment
@@ -103,7 +105,10 @@ async def http_error(request: Request, e: Exception) -> Response:
     """The response to a path or method that is not served."""
     assert isinstance(e, HTTPException)
     return error_reply(
-        f"{request.method} {request.url.path} is not served: {e.detail}", e.status_code, dict(e.headers or {})
+        f"{request.method} {request.url.path} is not served: {e.detail}",
+        e.status_code,
+        dict(e.headers or {}),
+        path=request.url.path,
     )
 
 
@@ -111,6 +116,11 @@ async def _gone(request: Request) -> None:
     """Returns when the client has closed the connection. The body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def served_name(args: argparse.Namespace) -> str:
+    """Of the model, for OpenAI's endpoints."""
+    return vars(args).get("served_model_name") or Path(args.model_path).resolve().name
 
 
 class Handlers:
@@ -125,6 +135,15 @@ class Handlers:
         self.started = time.time()
         self.groups, self.slices = UpdateGroups(), SliceHandlers(worker, limits)
         self.document = document(self.service.arch.vocab)
+        self.name = served_name(args)
+        self.openai = OpenAIHandlers(
+            worker,
+            limits,
+            model_path=Path(args.model_path),
+            name=self.name,
+            text=self.text,
+            await_or_abort=self._await_or_abort,
+        )
 
     async def _call(self, run: Callable[[], T], *, drain: bool = False) -> T:
         return await asyncio.wrap_future(self.worker.call(run, drain=drain))
@@ -263,6 +282,9 @@ class Handlers:
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self.worker.alive else 503)
+
+    async def page(self, request: Request) -> Response:
+        return PlainTextResponse(page(self.name, self.service.engine.limits.context_length))
 
     async def openapi(self, request: Request) -> Response:
         return json_reply(self.document)

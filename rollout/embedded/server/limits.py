@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, cast
 
-import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from rollout.embedded.openai.errors import error_json
 from rollout.wire.bodies import MIB
 from rollout.wire.endpoints import PLAN_SLICES, UPDATE_FROM_DISTRIBUTED, UPDATE_FROM_TENSOR
 
@@ -78,11 +78,6 @@ def affordable_connections(wanted: int) -> int:
     return max(1, min(wanted, soft - _SPARE_FILES))
 
 
-def error_body(message: str) -> bytes:
-    """The body of an error reply with `message`, in SGLang's format."""
-    return orjson.dumps({"error": {"message": message}})
-
-
 class BodyLimits:
     """ASGI middleware that bounds the bytes of each body, and of all bodies held at the same time."""
 
@@ -98,7 +93,7 @@ class BodyLimits:
             return
         bound, path = self.limits.body(scope["path"]), scope["path"]
         if (length := _content_length(scope)) > bound:
-            await _refuse(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, _too_large(path, length, bound))
+            await _refuse(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, _too_large(path, length, bound), path)
             return
         got = 0
 
@@ -139,8 +134,8 @@ def _too_large(path: str, got: int, bound: int) -> str:
     )
 
 
-async def _refuse(send: Send, status: HTTPStatus, message: str) -> None:
-    body = error_body(message)
+async def _refuse(send: Send, status: HTTPStatus, message: str, path: str) -> None:
+    body = error_json(message, status, path)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
@@ -287,6 +282,11 @@ class BoundedProtocol(HttpToolsProtocol):
                 return True
         return False
 
+    @property
+    def _path(self) -> str:
+        """Of the request that is being read, "" before its first line is."""
+        return str((self.scope or {}).get("path", ""))
+
     def _header_message(self) -> str:
         return f"the header has more than {self._limits.header_bytes:,} bytes"
 
@@ -295,7 +295,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            body = error_body(message)
+            body = error_json(message, status, self._path)
             head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
             head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)

@@ -25,7 +25,7 @@ from miles_like.storage.appended_file import truncate_all
 from miles_like.storage.checkpoint_files import json_sha256
 from miles_like.storage.completion import file_sha256
 from rollout.config import SGLangFlags
-from rollout.embedded.server.text import Text
+from rollout.embedded.openai.text import Text
 from rollout.sglang.format_support import check_directory
 from tests.fuzz.pool import watchdog
 from tests.support.cli_runner import CliRunner

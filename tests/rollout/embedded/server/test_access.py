@@ -59,7 +59,7 @@ def bearer(secret: str) -> dict[str, str]:
 @pytest.mark.parametrize("path", sorted(PATHS.values()))
 def test_every_path_but_health_wants_the_key_that_is_its_own(path: str) -> None:
     """The second of the two wherever SGLang 0.5.23 asks for its admin key, the first elsewhere."""
-    sampling = path in ("/generate", "/model_info", "/server_info")
+    sampling = path in ("/generate", "/model_info", "/server_info") or path.startswith("/v1/")
     right, wrong = (KEY.sampling, KEY.control) if sampling else (KEY.control, KEY.sampling)
     open_ = path == "/health"
     assert asked(path, {}).status_code == (200 if open_ else 401)

@@ -1,0 +1,55 @@
+"""Uploads of a Hugging Face directory to the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+
+
+def check_push(repo: str) -> None:
+    """Asks the hub who the token is of. Raises ValueError for what is no repository's name, without a token, for one
+    that the hub rejects, and where the hub does not answer: before an export, which can take hours."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # re-exported
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+        HfApi().whoami()
+    except HFValidationError:
+        raise ValueError(f"--push {repo}: want the name of a repository on the hub, OWNER/NAME") from None
+    except (HTTPError, OSError) as e:
+        raise ValueError(
+            f"--push {repo}: {_first_lines(e)}: give a token that may write, by `hf auth login` or in HF_TOKEN"
+        ) from None
+
+
+def push(directory: Path, repo: str, message: str) -> str:
+    """Upload all files as one commit and return its URL. A repository that does not exist is created, private. Weights
+    that an earlier commit left there under other names are deleted: loaders would prefer them.
+
+    Raises ValueError when the hub refuses or the connection breaks; `directory` stays.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # re-exported
+
+    api = HfApi()
+    try:
+        found = api.create_repo(repo, private=True, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=found.repo_id, folder_path=directory, commit_message=message, delete_patterns=_WEIGHTS
+        )
+    except (HTTPError, OSError, RuntimeError) as e:
+        raise ValueError(
+            f"could not upload {directory} to {repo}: {_first_lines(e)}: the files are kept, upload them with "
+            f"`hf upload {repo} {directory}`"
+        ) from None
+    return str(commit.commit_url)
+
+
+def _first_lines(error: Exception) -> str:
+    """The cause where the client wraps one, without its request ids and links."""
+    found: BaseException = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+    lines = [line.strip() for line in str(found).splitlines() if line.strip()] or [type(found).__name__]
+    return " ".join(lines[:2]).rstrip(" .:")
