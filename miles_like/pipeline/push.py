@@ -12,7 +12,7 @@ def check_push(repo: str) -> None:
     that the hub rejects, and where the hub does not answer: before an export, which can take hours."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # re-exported
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # likewise
 
     try:
         validate_repo_id(repo)

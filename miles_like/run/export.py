@@ -22,7 +22,7 @@ def export_run(
     is not there.
     """
     config = config_of(run_dir)
-    folder = _checkpoint(run_dir / "checkpoints", step)
+    folder = verified_checkpoint(run_dir / "checkpoints", step)
     return to_hf(
         folder / "trainer",
         out,
@@ -41,8 +41,9 @@ def config_of(run_dir: Path) -> RunConfig:
     return load_config(path)
 
 
-def _checkpoint(checkpoints: Path, step: int | None) -> Path:
-    """Its folder, verified."""
+def verified_checkpoint(checkpoints: Path, step: int | None) -> Path:
+    """The folder of the checkpoint of `step`, None: the last one's, after all its files are verified. Raises ValueError
+    for a step without a checkpoint and a damaged file."""
     if step is None:
         found = load_latest(checkpoints)
         if found is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,8 @@ from miles_like.checkpoint.run_state import STATE_FILE, latest_folder, step_fold
 from miles_like.hf.checkpoint import read_config
 from miles_like.pipeline.cache import cache_of
 from miles_like.pipeline.convert import ConvertWork
-from miles_like.run.export import config_of, export_run
-from miles_like.storage.completion import cleared, file_sha256, files_under, input_key, why_incomplete, write_marker
+from miles_like.run.export import config_of, export_run, verified_checkpoint
+from miles_like.storage.completion import file_sha256, files_under, input_key, why_incomplete, write_marker
 
 CONTEXT = 8192  # tokens: the most that a server reserves unless asked
 
@@ -92,23 +93,27 @@ def _exported(
     config = config_of(run_dir)
     checkpoints = run_dir / "checkpoints"
     folder = latest_folder(checkpoints) if step is None else step_folder(checkpoints, step)
-    state = None if folder is None else folder / STATE_FILE
+    if folder is None or not (folder / STATE_FILE).is_file():
+        folder = verified_checkpoint(checkpoints, step)  # raises
     inputs = {
-        "run_state": file_sha256(state) if state is not None and state.is_file() else None,  # sums of all its files
+        "run_state": file_sha256(folder / STATE_FILE),  # which has the sums of all its files
         "format": format,
         "lora_alpha": config.lora.alpha if config.lora.rank else None,
         "hf_config": None if hf_config is None else str(hf_config.resolve()),
     }
     key = input_key("serve", inputs)
     directory = cache_of(config, run_dir) / f"serve-{key}"
+    data = directory / "data"
     directory.parent.mkdir(parents=True, exist_ok=True)
     with directory.with_name(f".{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another server of the same checkpoint waits for its export
-        if state is None or not state.is_file() or why_incomplete(directory, key) is not None:
-            data = cleared(directory)
+        if why_incomplete(directory, key) is None:
+            report(f"exported before: {data}")
+        else:
+            shutil.rmtree(
+                data, ignore_errors=True
+            )  # beside it are the finished parts of an export that was interrupted
             line = export_run(run_dir, data, work, step=step, format=format, hf_config=hf_config)
             write_marker(directory, stage="serve", key=key, root=data, files=files_under(data))
             report(f"exported: {line}")
-        else:
-            report(f"exported before: {directory / 'data'}")
-    return Servable(directory / "data", run_dir.resolve().name)
+    return Servable(data, run_dir.resolve().name)
