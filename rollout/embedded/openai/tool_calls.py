@@ -1,7 +1,7 @@
 """Tool calls in the text of a model, where the form that its chat template teaches is known.
 
 A form is recognised by what the template contains. Sources: the templates of Qwen3 (the form of Hermes 2 Pro), GLM-4.5,
-DeepSeek-V3-0324, DeepSeek-V3.1 and Kimi-K2-Instruct on the Hugging Face hub.
+DeepSeek-V3-0324, DeepSeek-V3.1 and Kimi-K2-Instruct on the Hugging Face hub, and the parsers of SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ FORMS = (
         marks=_KIMI_MARKS,
         in_template=("<|tool_calls_section_begin|>",),
         find=_grouped(
-            r"<\|tool_call_begin\|>\s*functions\.(?P<name>[^:]*):\d+\s*<\|tool_call_argument_begin\|>(?P<arguments>.*)"
+            r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^:]*):\d+\s*<\|tool_call_argument_begin\|>(?P<arguments>.*)"
             r"<\|tool_call_end\|>"
         ),
     ),
