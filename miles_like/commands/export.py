@@ -32,9 +32,9 @@ def export(
 ) -> None:
     """Write the trained model of a run as a Hugging Face directory."""
     with one_sentence():
+        from miles_like.hf.push import check_push
+        from miles_like.hf.push import push as upload
         from miles_like.pipeline.convert import ConvertWork
-        from miles_like.pipeline.push import check_push
-        from miles_like.pipeline.push import push as upload
         from miles_like.run.export import export_run
 
         work = ConvertWork(parse_bytes(memory_limit), workers, None)

@@ -28,7 +28,7 @@ class ToolForm:
     name: str
     begin: str
     marks: tuple[str, ...]
-    in_template: tuple[str, ...]  # texts that only templates of this form contain, all of them
+    in_template: tuple[str, ...]  # patterns that only templates of this form contain, all of them
     find: Callable[[str, Sequence[Json]], Iterator[tuple[str, str]]]
 
     def parse(self, text: str, tools: Sequence[Json]) -> list[ToolCall]:
@@ -137,7 +137,7 @@ FORMS = (
         name="kimi_k2",
         begin="<|tool_calls_section_begin|>",
         marks=_KIMI_MARKS,
-        in_template=("<|tool_calls_section_begin|>",),
+        in_template=(r"<\|tool_calls_section_begin\|>",),
         find=_grouped(
             r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^:]*):\d+\s*<\|tool_call_argument_begin\|>(?P<arguments>.*)"
             r"<\|tool_call_end\|>"
@@ -154,7 +154,7 @@ FORMS = (
         name="hermes",
         begin="<tool_call>",
         marks=(),
-        in_template=("<tool_call>", '"arguments"'),
+        in_template=(r'<tool_call>(?:\\n|\n)\{\\?"(?:name|arguments)\\?":',),  # in a string of the template or outside
         find=_hermes,
     ),
 )
@@ -162,4 +162,4 @@ FORMS = (
 
 def form_of(template: str) -> ToolForm | None:
     """The form of the tool calls that a chat template teaches; None: it is not known here."""
-    return next((f for f in FORMS if all(text in template for text in f.in_template)), None)
+    return next((f for f in FORMS if all(re.search(pattern, template) for pattern in f.in_template)), None)

@@ -2,7 +2,7 @@
 `serve` serves that model.
 
 The directory is found from the run's own files. Not covered: what training saves (tests/e2e/test_pipeline.py exports a
-real run), formats and adapters (tests/megatron_bridge/convert), uploads (tests/miles_like/pipeline/test_push.py), what
+real run), formats and adapters (tests/megatron_bridge/convert), uploads (tests/miles_like/hf/test_push.py), what
 a server answers (tests/rollout/embedded/server).
 """
 

@@ -27,7 +27,7 @@ W, A = json.dumps(WEATHER, ensure_ascii=False), json.dumps(ADD)
 # form -> a part of its template, and the text of both calls
 TEXTS = {
     "hermes": (
-        '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+        r"""{{- "\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>" }}""",
         f'<tool_call>\n{{"name": "get_weather", "arguments": {W}}}\n</tool_call>\n'
         f'<tool_call>\n{{"name": "add", "arguments": {A}}}\n</tool_call>',
     ),
@@ -73,6 +73,8 @@ def test_the_calls_of_each_form_are_read_whole(name: str) -> None:
 def test_forms_are_those_that_are_tested() -> None:
     assert {f.name for f in FORMS} == TEXTS.keys()
     assert form_of("{% for m in messages %}{{ m.content }}{% endfor %}") is None
+    of_coder = "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>"  # Qwen3-Coder's
+    assert form_of(of_coder + "{% for k, v in tool_call.arguments.items() %}") is None
 
 
 def test_a_reply_has_the_calls_apart_from_its_text_or_all_as_text() -> None:

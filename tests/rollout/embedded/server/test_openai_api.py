@@ -26,7 +26,8 @@ from tests.support.refusals import check_refusal
 
 pytestmark = pytest.mark.slow  # the client asks `uname`; a tokenizer's template is tried in a process
 TEMPLATE = """{% if tools %}<tools>{{ tools | tojson }}</tools>
-<tool_call>{"name": ..., "arguments": ...}</tool_call>
+<tool_call>
+{"name": ..., "arguments": ...}</tool_call>
 {% endif %}{% for m in messages %}{{ m.role }}{{ mark }}: {{ m.content }}{% for c in m.tool_calls or [] %}\
 {{ c.function.name }}({{ c.function.arguments.a }}){% endfor %}
 {% endfor %}assistant:"""

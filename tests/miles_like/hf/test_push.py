@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from miles_like.pipeline.push import check_push, push
+from miles_like.hf.push import check_push, push
 from tests.support.fake_hub import FakeHub
 from tests.support.refusals import refuses
 from tests.support.spawn import free_port

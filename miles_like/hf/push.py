@@ -8,7 +8,7 @@ _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
 def check_push(repo: str) -> None:
-    """Asks the hub who the token is of. Raises ValueError for what is no repository's name, without a token, for one
+    """Checks the name of a repository and, by the hub's `whoami`, the token. Raises ValueError for what is no repository's name, without a token, for one
     that the hub rejects, and where the hub does not answer: before an export, which can take hours."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # re-exported
