@@ -8,8 +8,8 @@ _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
 def check_push(repo: str) -> None:
-    """Checks the name of a repository and, by the hub's `whoami`, the token. Raises ValueError for what is no repository's name, without a token, for one
-    that the hub rejects, and where the hub does not answer: before an export, which can take hours."""
+    """Checks the name of a repository, and the token by the hub's `whoami`: before an export, which can take hours.
+    Raises ValueError for what is no name, without a token, for one that the hub rejects, and without an answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # re-exported
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # likewise
