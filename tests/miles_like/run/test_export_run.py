@@ -188,6 +188,7 @@ def test_a_server_that_cannot_listen_exports_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.long(beside="tests/rollout/embedded/server/test_app.py")
 def test_serve_says_when_it_answers_and_with_what(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "runs", tmp_path / "runs")
     port = free_port()

@@ -44,6 +44,7 @@ def start(path: Path, port: int, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "rollout.embedded.server", "--model-path", str(path), "--port", str(port)]
     return subprocess.Popen(
         [*command, "--threads", "1", "--context-length", "256", "--enable-return-routed-experts", *more],
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -66,6 +67,9 @@ def http(path: Path) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as client:
         try:
             _await_health(client, process)
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(3)]  # two about the weights, and what users wait for
+            assert lines[2] == f"ready: http://127.0.0.1:{port} {path.name} FP32, context 256\n", lines
             yield client
         finally:
             process.send_signal(signal.SIGTERM)
