@@ -50,9 +50,13 @@ class ToolForm:
                 yield whole, name, arguments
 
 
+def _object(value: object) -> Json:
+    """A client's schema may have anything in the place of an object."""
+    return value if isinstance(value, dict) else {}
+
+
 def _function(tool: Mapping[str, Any]) -> Json:
-    found = tool.get("function")
-    return found if isinstance(found, dict) else {}
+    return _object(tool.get("function"))
 
 
 def _is_object(text: str) -> bool:
@@ -79,8 +83,7 @@ def _glm(whole: str, tools: Sequence[Json]) -> Iterator[tuple[str, str]]:
     kinds: Json = {}
     for tool in tools:
         if _function(tool).get("name") == name:
-            parameters = _function(tool).get("parameters")
-            kinds = parameters.get("properties", {}) if isinstance(parameters, dict) else {}
+            kinds = _object(_object(_function(tool).get("parameters")).get("properties"))
     arguments: Json = {}
     for key, text in re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", inner, re.DOTALL):
         kind = kinds.get(key)

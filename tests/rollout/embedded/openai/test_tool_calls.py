@@ -66,6 +66,8 @@ def test_the_calls_of_each_form_are_read_whole(name: str) -> None:
     assert [(c.name, json.loads(c.arguments)) for c in calls] == [("get_weather", WEATHER), ("add", ADD)]
     for cut in range(len(form.begin), len(text) - 30, 7):  # ended by max_tokens
         assert len(form.parse(text[:cut], TOOLS)) < 2
+    odd = [tool("get_weather"), {"type": "function", "function": {"name": "add", "parameters": {"properties": 5}}}]
+    assert [c.name for c in form.parse(text, odd)] == ["get_weather", "add"]
     assert form.parse(text, TOOLS[:1]) == []  # a tool that was not offered
     assert form.parse(text + " and more", TOOLS) == []
 

@@ -305,3 +305,41 @@ def test_errors_of_these_routes_have_openai_s_shape(url: str) -> None:
         reply = httpx.request(method, url + route, content=b"{", trust_env=False)
         assert reply.status_code == status and reply.json()["error"].keys() == {"message", "type", "param", "code"}
     assert httpx.get(f"{url}/nothing", trust_env=False).json()["error"].keys() == {"message"}  # SGLang's
+
+
+@pytest.mark.parametrize(
+    ("route", "keys"),
+    [
+        (endpoints.OPENAI_COMPLETIONS, {"prompt": prompt})
+        for prompt in ({"a": 1}, [[1], ["a"]], [["a"]], [True], [[]], ["a", 1], 5, "\\ud800", [-1], [2**40], [""])
+    ]
+    + [
+        (endpoints.OPENAI_CHAT, {"messages": messages})
+        for messages in (
+            [5],
+            [{}],
+            [{"role": ["user"], "content": "a"}],
+            [{"role": "user", "content": 5}],
+            [{"role": "assistant", "tool_calls": [[]]}],
+            [{"role": "user", "content": "a", "image": 1}],
+        )
+    ]
+    + [
+        (endpoints.OPENAI_CHAT, {"messages": [{"role": "user", "content": "a"}]} | more)
+        for more in (
+            {"tools": [5]},
+            {"tools": [{"type": "function", "function": {"name": 5}}]},
+            {"chat_template_kwargs": {"self": 1}},
+            {"stop": [["a"]]},
+            {"stream_options": {"usage": 1}, "stream": True},
+        )
+    ],
+)
+def test_what_is_no_request_is_a_sentence_and_not_the_server_s_fault(
+    url: str, route: str, keys: dict[str, Any]
+) -> None:
+    body = json.dumps({"model": "tiny-bytes"} | keys).replace("\\\\ud800", "\\ud800")  # half of a character
+    reply = httpx.post(url + route, content=body.encode(), trust_env=False, timeout=60)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error["message"] and "\n" not in error["message"]
