@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_like.hf.tokenizer import load_tokenizer
 from rollout.embedded.openai.errors import BadRequest
 from rollout.embedded.openai.tool_calls import FORMS, ToolForm, form_of
 
@@ -31,6 +30,8 @@ class ChatTemplate:
         self._loaded: PreTrainedTokenizerBase | None = None
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
+        from miles_like.hf.tokenizer import load_tokenizer  # with jinja2
+
         with self._lock:
             if self._loaded is None:
                 self._loaded = load_tokenizer(self._directory)
