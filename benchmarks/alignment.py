@@ -31,11 +31,11 @@ from figures import write_block
 from rich.console import Console
 from rich.table import Table
 
+from miles_like.alignment.report import Report
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
 from miles_like.run import assemble
 from miles_like.run.verify import VerifyOptions
-from miles_like.verify.report import Report
 from quant.spec import QuantFormat
 from rollout.sglang.ports import free_port
 from rollout.sglang.servers import start

@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from miles_like.alignment.report import Report
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
@@ -40,7 +41,6 @@ from miles_like.run.setup.run_cluster import RunCluster
 from miles_like.run.train import run_algorithm
 from miles_like.stopping import run_to_end
 from miles_like.types import Prompt
-from miles_like.verify.report import Report
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.layer_states import HOOKS, forward_hooks
 from rollout.sglang.ports import free_port

@@ -135,10 +135,10 @@ RULES = {
     "miles_like.nodes": "miles_like.stopping miles_like.variables",
     "miles_like.cluster": f"{CONTRACTS} quant routing_replay rollout.config rollout.publish rollout.sglang"
     " megatron_bridge.config megatron_bridge.trainer miles_like.batch miles_like.config.sections miles_like.nodes",
-    "miles_like.verify.layers": "",
-    "miles_like.verify": f"{CONTRACTS} quant routing_replay rollout.episodes rollout.publish rollout.seeds"
+    "miles_like.alignment.layers": "",
+    "miles_like.alignment": f"{CONTRACTS} quant routing_replay rollout.episodes rollout.publish rollout.seeds"
     " rollout.sglang rollout.wire megatron_bridge.config miles_like.algorithms.terms miles_like.batch"
-    " miles_like.report miles_like.verify.layers",
+    " miles_like.report miles_like.alignment.layers",
     "miles_like.staging": f"{CONTRACTS} quant.hf_config megatron_bridge.convert megatron_bridge.families"
     " megatron_bridge.plan miles_like.cluster miles_like.config miles_like.nodes miles_like.storage",
     # miles_like: the loop in virtual time, without torch
@@ -168,13 +168,13 @@ RULES = {
     "miles_like.run.setup": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
     " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience miles_like.nodes"
     " miles_like.pipeline miles_like.report miles_like.staging miles_like.storage miles_like.supervised"
-    " miles_like.turns miles_like.verify",
+    " miles_like.turns miles_like.alignment",
     "miles_like.run": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
     " miles_like.check_results miles_like.checkpoint miles_like.cluster miles_like.config miles_like.datasets"
     " miles_like.experience miles_like.layout_search miles_like.loop miles_like.pipeline miles_like.planning"
     " miles_like.preflight miles_like.report miles_like.rewards miles_like.run.setup miles_like.simulation"
     " miles_like.staging miles_like.stopping miles_like.storage miles_like.supervised miles_like.device_table"
-    " miles_like.timing miles_like.turns miles_like.variables miles_like.verify",
+    " miles_like.timing miles_like.turns miles_like.variables miles_like.alignment",
     "miles_like.command_errors": "miles_like.stopping",
     "miles_like.commands": "quant.hf_config megatron_bridge.config megatron_bridge.fake"
     " megatron_bridge.plan rollout.embedded.server rollout.server_key rollout.server_url miles_like.command_errors"
@@ -187,7 +187,7 @@ RULES = {
 }
 BOTH_SIDES = (
     "miles_like.cluster",
-    "miles_like.verify",
+    "miles_like.alignment",
     "miles_like.pipeline",
     "miles_like.planning",
     "miles_like.preflight",

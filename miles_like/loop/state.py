@@ -24,7 +24,7 @@ _READY, _PARTIAL = "ready/", "partial/"  # prefixes of a saved group's key
 
 
 class PastGaps(Protocol):
-    """What servers differed by after past publications (miles_like.verify.known_answer)."""
+    """What servers differed by after past publications (miles_like.alignment.known_answer)."""
 
     def state(self) -> Json: ...
 

@@ -11,17 +11,17 @@ from rich.console import Console
 from torch import Tensor
 
 from miles_like.algorithms.registry import make_bounds
+from miles_like.alignment.allowance import allowance, rounding_units
+from miles_like.alignment.drill_down import DrillDown
+from miles_like.alignment.known_answer import KnownAnswer, text_of
+from miles_like.alignment.live import Comparison, LiveTrainer
+from miles_like.alignment.same_bits import check_same_bits
+from miles_like.alignment.server_checks import Replacements, RunChecks
 from miles_like.config.run import RunConfig
 from miles_like.protocols import TrainerRanks
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.trainer_side import packer
 from miles_like.types import Prompt, PublishReport
-from miles_like.verify.allowance import allowance, rounding_units
-from miles_like.verify.drill_down import DrillDown
-from miles_like.verify.known_answer import KnownAnswer, text_of
-from miles_like.verify.live import Comparison, LiveTrainer
-from miles_like.verify.same_bits import check_same_bits
-from miles_like.verify.server_checks import Replacements, RunChecks
 from rollout.seeds import seed_of
 from rollout.sglang.client import ServerClient
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.deterministic import environment
 from megatron_bridge.plan.kernels import describe_kernels
+from miles_like.alignment.report import Report as AlignmentReport
 from miles_like.check_results import NotCheckedError
 from miles_like.cluster.environment import describe_environment
 from miles_like.cluster.placement import PlacementPlan, Role, Slot, plan_placement
@@ -47,7 +48,6 @@ from miles_like.run.setup.run_cluster import RunCluster, on_every_node
 from miles_like.staging.stage_files import node_needs
 from miles_like.stopping import run_to_end
 from miles_like.storage.verified_copy import StageFiles
-from miles_like.verify.report import Report as AlignmentReport
 from quant.hf_config import quantized_config
 from quant.registry import codec_or_none
 from quant.spec import QuantSpec
@@ -362,9 +362,9 @@ def verify(
     cluster = RunCluster(config, run_dir, console, ray_address)
     cluster.nodes()  # before staging, which is then done on the nodes that both sides start on
     root = _staged(config, run_dir, console, cluster)
+    from miles_like.alignment.plots import write_plots
     from miles_like.run.setup.launcher import Launcher
     from miles_like.run.verify import VerifyRun
-    from miles_like.verify.plots import write_plots
 
     run_dir.mkdir(parents=True, exist_ok=True)
     plan = model_plan(config, run_dir, root / "hf", root / "megatron")

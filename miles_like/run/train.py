@@ -16,6 +16,8 @@ from miles_like.algorithms.distillation import with_teachers
 from miles_like.algorithms.filters import make_filter
 from miles_like.algorithms.registry import make_algorithm, make_bounds
 from miles_like.algorithms.truncation import make_overlong
+from miles_like.alignment.allowance import of_steps
+from miles_like.alignment.server_checks import RunChecks
 from miles_like.batch.packer import Packer
 from miles_like.cluster.rollout_servers import RayServers
 from miles_like.cluster.trainer_ranks import RayTrainer
@@ -50,8 +52,6 @@ from miles_like.run.setup.turn_taking import TurnTaking, release_servers, releas
 from miles_like.stopping import Deadline, StopRequest, command_began, run_to_end
 from miles_like.turns.users import TurnFeed
 from miles_like.types import Prompt, PublishReport, SampleGroup
-from miles_like.verify.allowance import of_steps
-from miles_like.verify.server_checks import RunChecks
 from rollout.episodes.groups import groups_as_completed
 from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.pool import EnginePool

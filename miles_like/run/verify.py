@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from miles_like.alignment.live import LiveRollout, Published, opaque_evidence, stacked_evidence, weight_evidence
+from miles_like.alignment.report import Report
+from miles_like.alignment.weights import WeightEvidence
 from miles_like.checkpoint import run_state
 from miles_like.cluster.factories import CheckpointWriter
 from miles_like.cluster.trainer_ranks import RayTrainer
@@ -27,9 +30,6 @@ from miles_like.run.setup.turn_taking import TurnTaking, release_servers
 from miles_like.run.train import run_algorithm
 from miles_like.stopping import run_to_end
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, VersionSpan
-from miles_like.verify.live import LiveRollout, Published, opaque_evidence, stacked_evidence, weight_evidence
-from miles_like.verify.report import Report
-from miles_like.verify.weights import WeightEvidence
 from quant.hf_config import quantized_config
 from rollout.prompts.mix import PromptSource
 from rollout.server_key import ServerKey

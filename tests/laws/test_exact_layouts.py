@@ -19,10 +19,10 @@ from torch import Tensor
 
 from megatron_bridge.config import KernelsConfig, ParallelConfig, PrecisionConfig, TrainerConfig
 from megatron_bridge.plan.resolve import resolve
+from miles_like.alignment.drill_down import DrillDown
+from miles_like.alignment.live import LiveTrainer, sampled
 from miles_like.batch.packer import Packer
 from miles_like.types import SamplingParams, Scored, TrainBatch
-from miles_like.verify.drill_down import DrillDown
-from miles_like.verify.live import LiveTrainer, sampled
 from rollout.embedded.engine.requests import PromptSpec
 from tests.support import exactly, layouts, toy
 from tests.support.refusals import Facts, refuses

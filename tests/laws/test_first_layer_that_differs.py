@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.config import PrecisionConfig
+from miles_like.alignment.allowance import rounding_units
+from miles_like.alignment.drill_down import DrillDown
+from miles_like.alignment.layers.compare import LayerComparison
+from miles_like.alignment.live import LiveTrainer
 from miles_like.types import SamplingParams
-from miles_like.verify.allowance import rounding_units
-from miles_like.verify.drill_down import DrillDown
-from miles_like.verify.layers.compare import LayerComparison
-from miles_like.verify.live import LiveTrainer
 from rollout.embedded.engine.requests import PromptSpec
 from routing_replay.trace import RoutingTrace
 from tests.support import exactly, toy

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from megatron_bridge.config import PrecisionConfig
 from miles_like.algorithms.terms.bounds import Bounds
+from miles_like.alignment.allowance import allowance
+from miles_like.alignment.known_answer import KnownAnswer
+from miles_like.alignment.live import LiveTrainer
 from miles_like.batch.packer import Packer
 from miles_like.types import NamedTensor, SamplingParams
-from miles_like.verify.allowance import allowance
-from miles_like.verify.known_answer import KnownAnswer
-from miles_like.verify.live import LiveTrainer
 from rollout.embedded.engine.requests import PromptSpec
 from routing_replay.trace import RoutingTrace
 from tests.support import exactly, toy

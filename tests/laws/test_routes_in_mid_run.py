@@ -32,7 +32,7 @@ import torch
 
 from megatron_bridge.config import AgreementConfig, PrecisionConfig
 from megatron_bridge.step.routing_check import RoutingBreach, layer_bound
-from miles_like.verify.allowance import agreement_bounds
+from miles_like.alignment.allowance import agreement_bounds
 from tests.support import exactly, toy
 from tests.support.forked import tail
 from tests.support.local_run import untimed
@@ -257,7 +257,7 @@ def test_a_run_ends_before_the_step_whose_layers_are_swapped(runs: Runs, tmp_pat
     assert runs.run(tmp_path, settings) == 0 and _steps(tmp_path) == [1, 2, 3]
 
 
-@pytest.mark.long(beside="tests/miles_like/verify/test_agreement_bounds.py")
+@pytest.mark.long(beside="tests/miles_like/alignment/test_agreement_bounds.py")
 def test_the_bounds_can_be_switched_off(runs: Runs, tmp_path: Path) -> None:
     off = ("mismatch.expert_agreement_min=0", "mismatch.layer_agreement_min=0")
     assert runs.run(tmp_path, [*KERNELS, *off], "shifted") == 0 and _steps(tmp_path) == [1, 2, 3]

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from miles_like.algorithms.terms.bounds import Bounds
-from miles_like.verify.plots import write_plots
-from miles_like.verify.report import Cause
+from miles_like.alignment.plots import write_plots
+from miles_like.alignment.report import Cause
 from quant.spec import QuantFormat, QuantSpec
 from rollout.embedded.engine import engine, sampler
 from tests.support import exactly, toy

@@ -35,7 +35,7 @@ from tests.support.loop_matrix import (
 )
 
 pytestmark = pytest.mark.slow
-KL_MAX = 1e-3  # of two kernels in BF16 and equal weights (miles_like/verify/allowance.py)
+KL_MAX = 1e-3  # of two kernels in BF16 and equal weights (miles_like/alignment/allowance.py)
 SHORT: Row = {name: values[0] for name, values in FACTORS.items()} | {
     "path": "disk",
     "pause": "in_place",

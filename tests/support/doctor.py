@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from miles_like.algorithms.terms.bounds import Bounds
+from miles_like.alignment.attribution import attribute
+from miles_like.alignment.evidence import Evidence, Sampled, SampleTokens
+from miles_like.alignment.live import LiveTrainer, sampled
+from miles_like.alignment.report import Report
+from miles_like.alignment.weights import WeightEvidence
 from miles_like.batch.packer import Advantages, Packer
 from miles_like.types import NamedTensor, Sample, SampleGroup, SamplingParams, TrainBatch
-from miles_like.verify.attribution import attribute
-from miles_like.verify.evidence import Evidence, Sampled, SampleTokens
-from miles_like.verify.live import LiveTrainer, sampled
-from miles_like.verify.report import Report
-from miles_like.verify.weights import WeightEvidence
 from quant.hf_config import quantized_config
 from quant.spec import QuantSpec
 from quant.stream import quantize_stream
@@ -36,7 +36,7 @@ from rollout.wire.generate import GenerateReply
 from tests.support import exactly
 from tests.support.tiny_models import write_checkpoint
 
-# what miles_like.verify.allowance has where nothing may differ, for kernels, and where one side alone rounds
+# what miles_like.alignment.allowance has where nothing may differ, for kernels, and where one side alone rounds
 EXACT = Bounds(kl_max=0.0, logprob_abs_diff_max=0.0, extreme_frac_max=0.0)
 KERNELS = Bounds(kl_max=1e-3, extreme_frac_max=1e-2)
 ROUNDED = Bounds(kl_max=9e-2)

@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from miles_like.alignment.known_answer import KnownAnswer
+from miles_like.alignment.server_checks import RunChecks
 from miles_like.types import PublishReport
-from miles_like.verify.known_answer import KnownAnswer
-from miles_like.verify.server_checks import RunChecks
 from rollout.config import PublishConfig
 from rollout.publish.directory.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget

@@ -16,6 +16,7 @@ from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.layout import check_layout
 from megatron_bridge.plan.precision import served_spec
 from megatron_bridge.plan.resolve import Resolved, resolve, trained_config
+from miles_like.alignment.allowance import agreement_bounds
 from miles_like.cluster.placement import PlacementPlan, plan_placement
 from miles_like.config.ranks import critic_config, reference_config, trainer_config
 from miles_like.config.run import RunConfig
@@ -23,7 +24,6 @@ from miles_like.hf.checkpoint import HFCheckpoint, read_config
 from miles_like.hf.tokenizer import load_tokenizer
 from miles_like.run.setup.engine_support import check_engine
 from miles_like.supervised.data import EndingTokenizer
-from miles_like.verify.allowance import agreement_bounds
 from quant.hf_config import quantized_config, spec_from_hf
 from quant.spec import QuantSpec
 from rollout.sglang.samples import RoutingShape

@@ -2,7 +2,7 @@
 
 vLLM 0.32 answers each of these requests with HTTP 200 whether or not the servers compute with the new weights: hashes
 are of the tensors that it fuses. The text that every server scores after a publication decides
-(miles_like/verify/known_answer.py).
+(miles_like/alignment/known_answer.py).
 """
 
 from __future__ import annotations

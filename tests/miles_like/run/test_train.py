@@ -20,6 +20,8 @@ from transformers import AutoTokenizer
 
 from miles_like.algorithms.distillation import CandidateLoss, Distilled
 from miles_like.algorithms.terms.bounds import Bounds
+from miles_like.alignment.live import Comparison
+from miles_like.alignment.report import Cause, Finding, Profile, Report, gap_of
 from miles_like.batch.packer import Packer
 from miles_like.checkpoint.random_state import RANDOM, random_state
 from miles_like.checkpoint.run_state import RunState, save
@@ -40,8 +42,6 @@ from miles_like.run.train import EngineSampler, Prompts, TrainingRun, run_algori
 from miles_like.stopping import StopRequest
 from miles_like.storage.appended_file import AppendedFile, positions
 from miles_like.types import Prompt, SampleGroup, SamplingParams, Unit, VersionSpan
-from miles_like.verify.live import Comparison
-from miles_like.verify.report import Cause, Finding, Profile, Report, gap_of
 from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.resuming import EngineWrapper
 from tests.support.made_samples import group, sample

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from miles_like.alignment.live import opaque_evidence
 from miles_like.run.verify import VerifyOptions, VerifyRun, check_attached
-from miles_like.verify.live import opaque_evidence
 from rollout.config import RolloutConfig
 from rollout.sglang.client import RolloutError, SGLangClient
 from rollout.sglang.ports import free_port

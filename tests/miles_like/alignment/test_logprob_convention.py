@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_like.verify.logprob_convention import is_renormalized, shift_of
+from miles_like.alignment.logprob_convention import is_renormalized, shift_of
 
 Sides = tuple[list[Tensor], list[Tensor], list[Tensor]]
 

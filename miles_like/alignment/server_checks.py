@@ -17,11 +17,11 @@ from typing import Protocol
 
 from rich.console import Console
 
+from miles_like.alignment.gate import check_before_start
+from miles_like.alignment.known_answer import KnownAnswer
+from miles_like.alignment.live import Comparison
+from miles_like.alignment.report import Report
 from miles_like.types import Prompt, PublishReport, ServerFault, ServerLost
-from miles_like.verify.gate import check_before_start
-from miles_like.verify.known_answer import KnownAnswer
-from miles_like.verify.live import Comparison
-from miles_like.verify.report import Report
 from rollout.episodes.pool import Lost
 from rollout.seeds import seed_of
 from rollout.sglang.client import ServerClient

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from miles_like.verify.weights import WeightEvidence
+from miles_like.alignment.weights import WeightEvidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from miles_like.verify.tokens import SHIFTS, shifted
+from miles_like.alignment.tokens import SHIFTS, shifted
 
 _SIGMAS = 3  # of a sign test over tokens
 _FEW = 3  # tokens beyond those used by a fit that suffice where a correction removes _NEARLY_ALL of the difference

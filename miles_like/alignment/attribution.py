@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 
 from miles_like.algorithms.terms.bounds import Bounds
-from miles_like.verify.evidence import Evidence, Sampled, Scores
-from miles_like.verify.logprob_convention import UNITS, differences, is_renormalized, shift_of, temperature_of, unit_of
-from miles_like.verify.report import Cause, CauseDetail, Finding, Gap, Profile, Report, gap_of
-from miles_like.verify.tokens import compare_prompts, compare_tokens, shifted
-from miles_like.verify.weights import WeightEvidence, compare_weights
+from miles_like.alignment.evidence import Evidence, Sampled, Scores
+from miles_like.alignment.logprob_convention import (
+    UNITS,
+    differences,
+    is_renormalized,
+    shift_of,
+    temperature_of,
+    unit_of,
+)
+from miles_like.alignment.report import Cause, CauseDetail, Finding, Gap, Profile, Report, gap_of
+from miles_like.alignment.tokens import compare_prompts, compare_tokens, shifted
+from miles_like.alignment.weights import WeightEvidence, compare_weights
 from routing_replay.compare import BadRow, RouteFault, agreement, bad_rows, compare_routes, replaced
 
 _OWN = ("kl", "logprob_abs_diff", "logprob_abs_diff_max")  # also reported for the gap without replay

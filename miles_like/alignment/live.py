@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 from miles_like.algorithms.terms.bounds import Bounds
+from miles_like.alignment.attribution import attribute
+from miles_like.alignment.evidence import Evidence, RolloutScorer, Sampled, SampleTokens, Scores
+from miles_like.alignment.report import Report
+from miles_like.alignment.weights import WeightEvidence
 from miles_like.batch.packer import Packer
 from miles_like.batch.unpacking import unpack
 from miles_like.hf.checkpoint import HFCheckpoint
@@ -30,10 +34,6 @@ from miles_like.types import (
     TrainBatch,
     VersionSpan,
 )
-from miles_like.verify.attribution import attribute
-from miles_like.verify.evidence import Evidence, RolloutScorer, Sampled, SampleTokens, Scores
-from miles_like.verify.report import Report
-from miles_like.verify.weights import WeightEvidence
 from quant.formats.codec import QuantTensor
 from quant.registry import codec_or_none
 from quant.spec import QuantSpec

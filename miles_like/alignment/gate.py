@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from miles_like.verify.report import Report
+from miles_like.alignment.report import Report
 
 _REMEDY = "`miles-like verify` attributes the gap step by step; mismatch.check_prompts = 0 starts without this check"
 

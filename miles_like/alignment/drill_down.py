@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from miles_like.alignment.evidence import SampleTokens
+from miles_like.alignment.layers.compare import LayerComparison, compare_states
+from miles_like.alignment.live import LiveTrainer
 from miles_like.types import Scored, TrainBatch
-from miles_like.verify.evidence import SampleTokens
-from miles_like.verify.layers.compare import LayerComparison, compare_states
-from miles_like.verify.live import LiveTrainer
 from rollout.sglang.client import SGLangClient
 from routing_replay.trace import RoutingTrace
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from miles_like.algorithms.terms.bounds import Bounds
 from miles_like.algorithms.terms.mismatch import SAFE_LOG, finish, mismatch_stats
+from miles_like.alignment.layers.compare import LayerComparison
 from miles_like.types import Reduce
-from miles_like.verify.layers.compare import LayerComparison
 
 
 class Cause(StrEnum):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_like.verify.logprob_convention import temperature_of
+from miles_like.alignment.logprob_convention import temperature_of
 
 TOKENS, VOCABULARY = 240, 50
 

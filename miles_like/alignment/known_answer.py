@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from miles_like.alignment.evidence import SampleTokens
+from miles_like.alignment.live import LiveTrainer
 from miles_like.types import Json
-from miles_like.verify.evidence import SampleTokens
-from miles_like.verify.live import LiveTrainer
 from rollout.sglang.client import RolloutError, ServerClient
 from routing_replay.trace import RoutingTrace
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from miles_like.alignment.live import Comparison as LiveComparison
+from miles_like.alignment.server_checks import RunChecks, differing
 from miles_like.types import Prompt, PublishReport, SamplingParams
-from miles_like.verify.live import Comparison as LiveComparison
-from miles_like.verify.server_checks import RunChecks, differing
 from rollout.sglang.client import NoAnswer
 from rollout.wire.control import ChecksumReply, RankReply
 from tests.support.fakes import FakeEngine

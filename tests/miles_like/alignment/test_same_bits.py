@@ -9,12 +9,12 @@ import httpx
 import pytest
 
 from miles_like.algorithms.terms.bounds import Bounds
+from miles_like.alignment.allowance import allowance
+from miles_like.alignment.same_bits import check_same_bits
 from miles_like.config.load import dump_config, load_config
 from miles_like.config.ranks import trainer_config
 from miles_like.config.run import RunConfig
 from miles_like.run.assemble import describe_processes, known_model
-from miles_like.verify.allowance import allowance
-from miles_like.verify.same_bits import check_same_bits
 from quant.exact.selftest import fingerprint
 from rollout.sglang import servers
 from rollout.sglang.servers import ServerLaunch
@@ -129,7 +129,9 @@ def test_a_server_of_other_bits_is_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exact", later([(1, 1), None], [(1, 1)], beside="tests/miles_like/verify/test_same_bits.py"))
+@pytest.mark.parametrize(
+    "exact", later([(1, 1), None], [(1, 1)], beside="tests/miles_like/alignment/test_same_bits.py")
+)
 def test_a_server_tells_what_bits_it_computes(tmp_path: Path, exact: tuple[int, int] | None) -> None:
     """Its process's, over HTTP; a server without exact operations reports none."""
     hf = tiny()

@@ -15,8 +15,8 @@ import pytest
 from megatron_bridge.config import AgreementConfig, PrecisionConfig
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.step.routing_check import RoutingBreach, check_routes, layer_bound
+from miles_like.alignment.allowance import agreement_bounds
 from miles_like.config.load import load_config
-from miles_like.verify.allowance import agreement_bounds
 from tests.support.refusals import refuses
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from miles_like.verify.report import Cause, CauseDetail
+from miles_like.alignment.report import Cause, CauseDetail
 from quant.registry import codec_or_none
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import stored_name

@@ -18,9 +18,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from miles_like.alignment.known_answer import KnownAnswer, text_of
+from miles_like.alignment.server_checks import RunChecks
 from miles_like.types import PublishReport, ServerFault
-from miles_like.verify.known_answer import KnownAnswer, text_of
-from miles_like.verify.server_checks import RunChecks
 from rollout.sglang.client import RolloutError
 from rollout.sglang.samples import RoutingShape
 from tests.support.refusals import refuses

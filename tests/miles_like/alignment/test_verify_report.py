@@ -21,19 +21,19 @@ from rich.console import Console
 
 from megatron_bridge.config import PrecisionConfig
 from miles_like.algorithms.terms.bounds import Bounds
+from miles_like.alignment.allowance import allowance, of_steps, rounding_units
+from miles_like.alignment.attribution import _bad_rows, _beyond
+from miles_like.alignment.evidence import SampleTokens
+from miles_like.alignment.gate import check_before_start
+from miles_like.alignment.layers.compare import LayerComparison, PartDifference
+from miles_like.alignment.logprob_convention import explains
+from miles_like.alignment.report import Cause, Finding, Profile, Report, gap_of, rho_histogram
+from miles_like.alignment.tokens import compare_prompts, compare_tokens, shifted
 from miles_like.cli import app
 from miles_like.config.load import load_config
 from miles_like.loop.step_bounds import StepBounds
 from miles_like.report.metrics import write_rollouts
 from miles_like.run.verify import VerifyOptions, read_rollouts
-from miles_like.verify.allowance import allowance, of_steps, rounding_units
-from miles_like.verify.attribution import _bad_rows, _beyond
-from miles_like.verify.evidence import SampleTokens
-from miles_like.verify.gate import check_before_start
-from miles_like.verify.layers.compare import LayerComparison, PartDifference
-from miles_like.verify.logprob_convention import explains
-from miles_like.verify.report import Cause, Finding, Profile, Report, gap_of, rho_histogram
-from miles_like.verify.tokens import compare_prompts, compare_tokens, shifted
 from tests.support.cli_runner import CliRunner
 from tests.support.made_samples import group, sample
 from tests.support.refusals import check_refusal, refuses

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from miles_like.verify.evidence import SampleTokens
-from miles_like.verify.report import Cause, CauseDetail
+from miles_like.alignment.evidence import SampleTokens
+from miles_like.alignment.report import Cause, CauseDetail
 
 SHIFTS = (1, -1, 2, -2, 3, -3)
 _SPECIAL = 2  # special tokens a template may put before a prompt; more missing tokens are a truncation

@@ -12,8 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from miles_like.alignment.report import Report, rho_histogram
 from miles_like.report.plots import BLUE, DPI, FAINT, GREEN, INK, VERMILION
-from miles_like.verify.report import Report, rho_histogram
 
 
 def write_plots(report: Report, folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from miles_like.verify.layers.compare import compare_states, part_name
+from miles_like.alignment.layers.compare import compare_states, part_name
 
 
 def streams() -> torch.Tensor:
