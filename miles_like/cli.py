@@ -24,7 +24,7 @@ from miles_like.commands.quantize import dequantize, quantize
 from miles_like.commands.report import report
 from miles_like.commands.serve import serve
 from miles_like.commands.simulate import simulate
-from miles_like.commands.train import demo, train
+from miles_like.commands.train import demo, init, train
 from miles_like.commands.verify import verify
 
 # otherwise the interpreter's last collection visits a million imported objects: 0.3 s of every command
@@ -34,7 +34,7 @@ RUNS, CHECKPOINTS, PLANS, DATA = "Runs", "Checkpoints", "Plans and nodes", "Data
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 _PANELS: dict[str, dict[str, Callable[..., None]]] = {
-    RUNS: {"demo": demo, "train": train, "verify": verify, "eval": evaluate, "report": report},
+    RUNS: {"demo": demo, "init": init, "train": train, "verify": verify, "eval": evaluate, "report": report},
     CHECKPOINTS: {"export": export, "quantize": quantize, "dequantize": dequantize, "serve": serve},
     PLANS: {"plan": plan, "simulate": simulate, "doctor": doctor},
 }

@@ -1,5 +1,6 @@
-"""Errors of commands: an error that the user can fix is printed as one sentence, a fault of this program with the log
-that has its traceback. Both end with status 2."""
+"""Errors of commands and of the Python API. A command prints an error that the user can fix as one sentence, and a
+fault of this program with the log that has its traceback; both end with status 2. The Python API raises the first as
+`UserError` and leaves the second as it is."""
 
 from __future__ import annotations
 
@@ -15,6 +16,23 @@ from rich.console import Console
 
 DRIVER_LOG = "driver.log"
 LOG_BYTES = 4 << 20  # a larger driver.log becomes driver.log.1, in place of an older one
+
+
+class UserError(ValueError):
+    """A mistake that the user can fix, or a process that failed: one sentence with the values and the remedy."""
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Raise an error inside whose message is meant for the user as `UserError`, with that error as its cause."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as e:
+        if not is_foreseen(e):
+            raise
+        raise UserError(sentence(e)) from e
 
 
 @contextlib.contextmanager

@@ -8,18 +8,44 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from miles_like.limits.user_errors import raised
 
 FORMS = "package.module:name or path/to/file.py:name"
+GIVEN = "given:"  # begins the name of a function that Python code of this process passed
+_given: dict[str, Callable[..., Any]] = {}
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name under which `load` finds a function that Python code passes: its import path if another process can
+    import it, else `given:NAME-DIGEST`, which this process alone knows. The digest is of its code: an edited function
+    has another name."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__qualname__)
+    if module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is function:
+        return f"{module}:{name}"
+    plain = name.rpartition(".")[2].strip("<>")
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    given = f"{GIVEN}{plain}-{hashlib.sha256(repr(_parts(code)).encode()).hexdigest()[:8]}"
+    _given[given] = function
+    return given
+
+
+def _parts(code: object) -> object:
+    """What a function computes with, without its file and lines."""
+    if isinstance(code, frozenset):
+        return sorted(map(repr, code))  # its own order differs between processes
+    if not isinstance(code, CodeType):
+        return code
+    return code.co_code.hex(), code.co_names, code.co_varnames, [_parts(const) for const in code.co_consts]
 
 
 def load(name: str, *protocols: type, key: str, known: Mapping[str, Callable[[], Any]] | None = None) -> Any:
@@ -34,6 +60,13 @@ def load(name: str, *protocols: type, key: str, known: Mapping[str, Callable[[],
     known = known or {}
     if name in known:
         return known[name]()
+    if name.startswith(GIVEN):
+        if name not in _given:
+            raise ValueError(
+                f"{key} {name!r} is a function that Python code passed to miles_like.train, and this process has none "
+                "of that name: pass it again, or name one that can be imported"
+            )
+        return _fitting(_given[name], protocols, label=f"{key} {name!r}")
     if ":" not in name:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
         meant = f": did you mean {near[0]!r}? Known: {', '.join(known)}, {FORMS}" if near else f": want {FORMS}"

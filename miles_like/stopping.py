@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import psutil
 
 T = TypeVar("T")
+_running: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = {}  # by the thread of `run_to_end`
 STATUS = 128 + signal.SIGTERM
 TRY_AGAIN = os.EX_TEMPFAIL
 PATIENCE_S = 10.0
@@ -123,9 +124,18 @@ class Deadline:
         )
 
 
+_call_began: float | None = None
+
+
+def call_begins() -> None:
+    """A run begins now, in a process that may be older: a notebook's."""
+    global _call_began
+    _call_began = time.time()
+
+
 def command_began() -> float:
-    """Start of this process, in seconds as `time.time` counts."""
-    return float(psutil.Process().create_time())
+    """Start of the run that Python code began last, or else of this process, in seconds as `time.time` counts."""
+    return float(psutil.Process().create_time()) if _call_began is None else _call_began
 
 
 def end_in_order() -> None:
@@ -138,7 +148,7 @@ def run_to_end(main: Coroutine[Any, Any, T], stop: StopRequest | None = None, gr
     """`asyncio.run`, in which SIGTERM sets `stop` and cancels `main` once after `grace_s`; without `stop` or `grace_s`
     it cancels at once. The call then ends in SystemExit, whatever the clean-up raises, unless that is `Stopped`."""
     if threading.current_thread() is not threading.main_thread():
-        return asyncio.run(main)
+        return asyncio.run(_listed(main))
     ending = _Ending(stop, grace_s if stop is not None else 0.0)
     try:
         return asyncio.run(ending.watched(main))
@@ -148,6 +158,48 @@ def run_to_end(main: Coroutine[Any, Any, T], stop: StopRequest | None = None, gr
     finally:
         if ending.signalled:
             raise SystemExit(STATUS)
+
+
+async def _listed(main: Coroutine[Any, Any, T]) -> T:
+    task = asyncio.current_task()
+    assert task is not None
+    _running[threading.get_ident()] = asyncio.get_running_loop(), task
+    try:
+        return await main
+    finally:
+        del _running[threading.get_ident()]
+
+
+def beside_loop(function: Callable[[], T]) -> T:
+    """`function()`, which may call `run_to_end`. Where an event loop runs in this thread, as in a notebook, in a
+    separate thread, for which this call waits: Ctrl-C then cancels what `run_to_end` runs there, and is raised here
+    when that has ended. A second Ctrl-C is raised at once."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return function()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except BaseException as e:  # SystemExit too: it would end the thread alone
+            errors.append(e)
+
+    thread = threading.Thread(target=call, name="miles_like", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        if (found := _running.get(thread.ident or 0)) is not None:
+            loop, task = found
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 class _Ending:

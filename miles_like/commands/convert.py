@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 from miles_like.command_errors import one_sentence
 from miles_like.commands.options import FORMATS
 from miles_like.commands.output import echo
+from miles_like.limits.memory_size import parse_bytes
 
 convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from one form to another.")
 MemoryOption = Annotated[
@@ -34,15 +34,21 @@ def to_megatron(
 ) -> None:
     """Convert a BF16 or quantized Hugging Face directory to Megatron torch_dist shards that load in any layout."""
     with one_sentence():
-        from miles_like.pipeline import convert as conversions
-        from miles_like.pipeline.convert import ConvertWork, cluster_nodes
-        from miles_like.run import assemble
+        from miles_like.api import checkpoints
 
-        work = ConvertWork(parse_bytes(memory_limit), workers, cluster_nodes(ray_address))
-        try:
-            echo(conversions.to_megatron(hf_dir, out_dir, work, tp=tp, pp=pp, ep=ep, etp=etp))
-        finally:
-            assemble.shut_down()
+        done = checkpoints.convert(
+            hf_dir,
+            out_dir,
+            to="megatron",
+            tp=tp,
+            pp=pp,
+            ep=ep,
+            etp=etp,
+            memory_limit=memory_limit,
+            workers=workers,
+            ray_address=ray_address,
+        )
+        echo(done)
 
 
 @convert.command("to-hf")
@@ -62,18 +68,20 @@ def to_hf(
 ) -> None:
     """Convert Megatron torch_dist shards, from a conversion or saved by training, to a Hugging Face directory."""
     with one_sentence():
-        from miles_like.pipeline import convert as conversions
-        from miles_like.pipeline.convert import ConvertWork, cluster_nodes
-        from miles_like.run import assemble
+        from miles_like.api import checkpoints
 
-        work = ConvertWork(parse_bytes(memory_limit), workers, cluster_nodes(ray_address))
-        try:
-            done = conversions.to_hf(
-                megatron_dir, out_dir, work, format=format, hf_config=hf_config, lora_alpha=lora_alpha
-            )
-            echo(done)
-        finally:
-            assemble.shut_down()
+        done = checkpoints.convert(
+            megatron_dir,
+            out_dir,
+            to="hf",
+            format=format,
+            hf_config=hf_config,
+            lora_alpha=lora_alpha,
+            memory_limit=memory_limit,
+            workers=workers,
+            ray_address=ray_address,
+        )
+        echo(done)
 
 
 @convert.command("check")
@@ -83,15 +91,3 @@ def check_converted(directory: Path, memory_limit: MemoryOption = "4GiB", worker
         from miles_like.pipeline import convert as conversions
 
         echo(conversions.check(directory, memory_limit=parse_bytes(memory_limit), workers=workers))
-
-
-def parse_bytes(text: str) -> int:
-    """`4GiB`, `512 MiB` or a plain number of bytes. Raises ValueError for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*", text, re.IGNORECASE)
-    if found is None:
-        raise ValueError(f"{text!r} is no amount of memory: write it as 4GiB or 512MiB")
-    unit = (found[2] or "B").upper()[0]
-    amount = float(found[1]) * 1024 ** "BKMGT".index(unit)
-    if amount >= 2**63:
-        raise ValueError(f"{text[:40]!r} is more memory than any machine addresses: write it as 4GiB or 512MiB")
-    return int(amount)

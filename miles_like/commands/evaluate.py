@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -44,41 +43,32 @@ def evaluate(
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
 ) -> None:
     """Evaluate a Hugging Face directory, BF16 or quantized, on held-out prompts."""
-    given = {
-        "eval.samples": samples,
-        "eval.greedy": greedy,
-        "eval.temperature": temperature,
-        "rollout.max_new_tokens": max_new_tokens,
-        "eval.max_prompts": max_prompts,
-        "reward.name": reward,
-        "seed": seed,
-        "rollout.embedded.threads": threads,
-        "rollout.port": port,
-    }
-    short = [f"{key}={str(v).lower() if v is True or v is False else v}" for key, v in given.items() if v is not None]
     with one_sentence(run_dir / "logs"):
-        from miles_like.run.evaluate import EvalAlone, read_evaluation_config
-        from rollout.server_key import given_key
+        from miles_like.api import models
 
-        if server is not None:
-            _check_running(server, {"--threads": threads, "--port": port})
-        for path in (json, answers):
-            if path is not None:
-                check_writable(path)
-        settings = read_evaluation_config(config, [*overrides, *short], data or ())
-        found = EvalAlone(hf_dir, settings, run_dir, console(), server, given_key(key_file)).run()
+        for path in filter(None, (json, answers)):
+            check_writable(path)
+        found = models.evaluate(
+            hf_dir,
+            data=data or (),
+            config=config,
+            reward=reward,
+            samples=samples,
+            greedy=greedy,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            max_prompts=max_prompts,
+            seed=seed,
+            threads=threads,
+            port=port,
+            server=server,
+            key_file=key_file,
+            run_dir=run_dir,
+            overrides=overrides,
+            quiet=console().quiet,
+        )
         console().print(found.table())
         if json is not None:
             found.write_json(json)
         if answers is not None:
             found.write_answers(answers)
-
-
-def _check_running(server: str, options: Mapping[str, int | None]) -> None:
-    """Raises ValueError for a malformed URL of a running server, and for options of a server that is started."""
-    from rollout.server_url import server_url
-
-    server_url(server)
-    for option, value in options.items():
-        if value is not None:
-            raise ValueError(f"{option} {value} does nothing with --server, which runs already: remove one of them")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from miles_like.command_errors import one_sentence
-from miles_like.commands.convert import MemoryOption, WorkersOption, parse_bytes
+from miles_like.commands.convert import MemoryOption, WorkersOption
 from miles_like.commands.options import FORMATS
 from miles_like.commands.output import echo
 
@@ -32,14 +32,15 @@ def export(
 ) -> None:
     """Write the trained model of a run as a Hugging Face directory."""
     with one_sentence():
+        from miles_like.api import checkpoints
         from miles_like.hf.push import check_push
         from miles_like.hf.push import push as upload
-        from miles_like.pipeline.convert import ConvertWork
-        from miles_like.run.export import export_run
 
-        work = ConvertWork(parse_bytes(memory_limit), workers, None)
         if push is not None:
             check_push(push)
-        echo(export_run(run_dir, out_dir, work, step=step, format=format, hf_config=hf_config))
+        done = checkpoints.export(
+            run_dir, out_dir, step=step, format=format, hf_config=hf_config, memory_limit=memory_limit, workers=workers
+        )
+        echo(done)
         if push is not None:
             echo(upload(out_dir, push, f"Model of the run {run_dir.resolve().name}, {format}"))

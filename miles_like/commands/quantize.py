@@ -40,12 +40,19 @@ def quantize(
 ) -> None:
     """Convert a BF16 Hugging Face directory to a low-precision format."""
     with one_sentence():
-        from miles_like.pipeline.quant_report import QuantReport
-        from miles_like.pipeline.quantize import quantize_checkpoint, spec_of
+        from miles_like.api import checkpoints
 
-        spec = spec_of(format, scope=scope, block=block, group=group, convention=convention, ignore=ignore or ())
-        measured = QuantReport(spec) if report else None
-        written = quantize_checkpoint(hf_dir, out_dir, spec, report=measured)
-        if measured is not None:
-            console().print(measured.table())
-        echo(f"{written:,} bytes -> {out_dir}")
+        done = checkpoints.quantize(
+            hf_dir,
+            out_dir,
+            format=format,
+            scope=scope,
+            block=block,
+            group=group,
+            convention=convention,
+            ignore=ignore or (),
+            report=report,
+        )
+        if done.report is not None:
+            console().print(done.report.table())
+        echo(done)

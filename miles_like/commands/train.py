@@ -1,4 +1,4 @@
-"""`miles-like train` and `demo`."""
+"""`miles-like train`, `demo` and `init`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from miles_like.commands.options import (
     RunDirOption,
     SetOption,
 )
-from miles_like.commands.output import console
+from miles_like.commands.output import console, echo
 from miles_like.pipeline.stage_names import STAGES
-
-DEMO = Path(__file__).resolve().parents[1] / "demo_files" / "tiny.toml"
 
 
 def train(
@@ -67,4 +65,19 @@ def demo(
     dry_run: DryRunOption = False,
 ) -> None:
     """Train the tiny model on two CPU cores: all five stages, with the configuration and data that are installed."""
-    train(DEMO, run_dir, overrides=overrides, resume=resume, fresh=fresh, dry_run=dry_run)
+    train(Path("tiny"), run_dir, overrides=overrides, resume=resume, fresh=fresh, dry_run=dry_run)
+
+
+def init(
+    directory: Path,
+    task: Annotated[str, typer.Option("--task", help="qa, tool, agent, distill or sft")] = "qa",
+) -> None:
+    """Write a configuration, rows and functions to begin with, which run as they are with a tiny model."""
+    with one_sentence():
+        from miles_like.config.templates import TASKS, write_template
+
+        written = write_template(directory, task)
+        echo(f"{task}: {TASKS[task]}")
+        for path in written:
+            echo(f"-> {path}")
+        echo(f"Next: miles-like train {directory / 'config.toml'} --run-dir runs/{directory.resolve().name}")

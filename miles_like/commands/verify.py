@@ -40,36 +40,30 @@ def verify(
 ) -> None:
     """Compare trainer and rollout and attribute the gap; status 1 if the precision does not explain it."""
     with one_sentence(run_dir / "logs"):
-        from miles_like.config.load import load_config
-        from miles_like.run import assemble
-        from miles_like.run.verify import VerifyOptions
-        from rollout.server_key import given_key
-        from rollout.server_url import server_url
+        from miles_like.api import models
 
-        loaded = load_config(config, overrides)
-        for url in server or ():
-            server_url(url)
-        try:
-            key = given_key(key_file)
-            options = VerifyOptions(
-                rollouts=rollouts,
-                checkpoint=checkpoint,
-                attached=server or (),
-                key=key,
-                overwrite=overwrite,
-                layers=layers,
-                prompts=prompts,
-            )
-            found, plots = assemble.verify(loaded, run_dir, console(), ray_address, options)
-        finally:
-            assemble.shut_down()
-        _print(found.table(), plots)
+        done = models.verify(
+            config,
+            run_dir=run_dir,
+            rollouts=rollouts,
+            checkpoint=checkpoint,
+            servers=server or (),
+            key_file=key_file,
+            overwrite=overwrite,
+            layers=layers,
+            prompts=prompts,
+            overrides=overrides,
+            ray_address=ray_address,
+            quiet=console().quiet,
+        )
+        found = done.report
+        _print(found.table(), done.plots)
         if json is not None:
             found.write_json(json)
         if server and found.differing:
-            done = "published the trainer's weights to" if overwrite else "did not change"
+            changed = "published the trainer's weights to" if overwrite else "did not change"
             rest = "" if overwrite else "; --overwrite publishes the trainer's weights to them"
-            echo(f"This command {done} {', '.join(server)}{rest}.")
+            echo(f"This command {changed} {', '.join(server)}{rest}.")
     console(stderr=not found.ok, soft_wrap=True).print(found.conclusion(), markup=False, highlight=False)
     if not found.ok:
         raise typer.Exit(1)

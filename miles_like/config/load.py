@@ -1,4 +1,5 @@
-"""Reads TOML with `extends`, and `--set section.key=value`, into one RunConfig, and writes it as TOML.
+"""Reads TOML with `extends`, or a dict of the same form, and `--set section.key=value` into one RunConfig, and writes
+it as TOML. A name without a suffix, such as `tiny`, is that of a configuration in miles_like/demo_files.
 
 A value or key that starts with `./` or `../` is a path relative to its file (from `--set`: to the working directory);
 any other string is unchanged, so hub names need no escaping. An unknown key is an error that names the nearest known
@@ -16,7 +17,7 @@ import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeAlias, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -26,33 +27,79 @@ from miles_like.config.sections.flat import fields
 from miles_like.limits.regular_files import read_text
 
 M = TypeVar("M", bound=BaseModel)
+ConfigSource: TypeAlias = Path | Mapping[str, Any]
+Override: TypeAlias = str | Mapping[str, Any]  # section.key=value, or a dict with sections or dotted keys
+SHIPPED = Path(__file__).resolve().parents[1] / "demo_files"
 CONFIG_BYTES = 1 << 20  # largest TOML file that is read
 DEEPEST = 32  # levels of sections, or parts of a key
 LARGEST, LONGEST_S = 1e30, 1e9  # largest number; longest duration in seconds
 _LONG_KEY = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]+[ \t]*\.[ \t]*){32,}")  # DEEPEST
 _USER_OF_URL = re.compile(r"//[^/\s]*@")  # may hold a password
+_DICT = "the configuration"  # names one that is a dict, in messages
 _SIMILAR, _LISTED = 0.6, 3  # ratio of keys that differ by a typing error; keys that a message lists
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read `path`, the files that it extends, and the overrides into one validated RunConfig.
+def load_config(source: ConfigSource, overrides: Sequence[Override] = ()) -> RunConfig:
+    """Read `source`, the files that it extends, and the overrides into one validated RunConfig.
 
     Raises ValueError with one line per problem: the problem, its key, and the nearest known key.
     """
-    return checked(RunConfig, read_tree(path, overrides), str(path))
+    return checked(RunConfig, read_tree(source, overrides), str(source) if isinstance(source, Path) else _DICT)
 
 
-def read_tree(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """`path`, if given, the files that it extends, and the overrides, not yet validated. Raises ValueError for a layer
-    that names another model than the inherited `model.make` makes."""
-    tree = {} if path is None else _read(path, seen=())
+def read_tree(source: ConfigSource | None, overrides: Sequence[Override] = ()) -> dict[str, Any]:
+    """`source`, if given, the files that it extends, and the overrides, not yet validated. Raises ValueError for a
+    layer that names another model than the inherited `model.make` makes."""
+    tree: dict[str, Any] = {}
+    if isinstance(source, Path):
+        tree = _read(_located(source), seen=())
+    elif source is not None:
+        tree = _extended(_expanded(source), Path.cwd(), _DICT, seen=())
     layer: dict[str, Any] = {}
-    for text in overrides:
-        _merge(layer, _spelt_out(parse_override(text)), keep_drops=True)
+    for given in overrides:
+        _merge(layer, _spelt_out(override_tree(given)), keep_drops=True)
     _check_model(tree, layer, "--set")
-    for text in overrides:
-        _merge(tree, _spelt_out(parse_override(text)))
+    for given in overrides:
+        _merge(tree, _spelt_out(override_tree(given)))
     return _without_drops(tree, RunConfig)
+
+
+def override_tree(given: Override) -> dict[str, Any]:
+    """An override as a tree of sections. Raises ValueError for a text without a key or value."""
+    if isinstance(given, str):
+        return parse_override(given)
+    return {key: _rooted(value, Path.cwd()) for key, value in _expanded(given).items()}
+
+
+def _expanded(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A dict from Python with dotted keys as sections, tuples as lists, and paths as absolute ones."""
+    tree: dict[str, Any] = {}
+    for key, value in given.items():
+        *parents, leaf = str(key).split(".")
+        layer: dict[str, Any] = {leaf: _plain(value)}
+        for name in reversed(parents):
+            layer = {name: layer}
+        _merge(tree, layer, keep_drops=True)
+    return tree
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return os.path.abspath(value) if isinstance(value, Path) else value
+
+
+def shipped_names() -> list[str]:
+    """Names of the configurations that are installed with the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def _located(path: Path) -> Path:
+    """The shipped configuration that a name without a suffix means, where there is no such file."""
+    shipped = SHIPPED / f"{path.name}.toml"
+    return shipped if not path.suffix and not path.exists() and shipped.is_file() else path
 
 
 def checked(model: type[M], tree: Mapping[str, Any], origin: str) -> M:
@@ -145,20 +192,26 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     try:
         tree = parse_toml(read_text(path, CONFIG_BYTES))
     except FileNotFoundError:
-        raise ValueError(f"no configuration file {path}: give --config the path of a TOML file") from None
+        named = "" if path.suffix else f", or one of the shipped ones: {', '.join(shipped_names())}"
+        raise ValueError(f"no configuration file {path}: give --config the path of a TOML file{named}") from None
     except ValueError as e:
         raise ValueError(f"{path} cannot be read as TOML: {e}") from None
+    return _extended(tree, path.parent, str(path), (*seen, path))
+
+
+def _extended(tree: dict[str, Any], root: Path, origin: str, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """`tree`, whose paths are relative to `root`, over the files that it extends. seen: the files that extend it."""
     base = tree.pop("extends", [])
-    tree = _spelt_out({k: _rooted(v, path.parent) for k, v in tree.items()})
+    tree = _spelt_out({k: _rooted(v, root) for k, v in tree.items()})
     names = [base] if isinstance(base, str) else base
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{path}: `extends` must name a file, or a list of files, not {base!r}")
+        raise ValueError(f"{origin}: `extends` must name a file, or a list of files, not {base!r}")
     merged: dict[str, Any] = {}
     for name in names:
-        layer = _read(path.parent / name, (*seen, path))
+        layer = _read(_located(root / name), seen)
         _check_model(merged, layer, name)
         _merge(merged, layer)
-    _check_model(merged, tree, str(path))
+    _check_model(merged, tree, origin)
     _merge(merged, tree)
     return merged
 

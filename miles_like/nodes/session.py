@@ -17,6 +17,7 @@ from ray.exceptions import AuthenticationError
 from miles_like.stopping import end_in_order
 
 _AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+_ours = False  # this module initialized Ray, and not code that uses Ray itself
 _before_local: dict[str, str | None] = {}  # values of _AUTH from before this process started a local Ray
 
 
@@ -34,8 +35,10 @@ def start_ray(address: str | None) -> None:
     cluster, Ray's environment variables and token file apply unchanged. Raises ValueError when the cluster does not
     answer or refuses this process, RuntimeError when the local one does not start.
     """
+    global _ours
     if ray.is_initialized():
         return
+    _ours = True
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the default of 15 would slow the training down
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # each rank has another environment: none is idle
@@ -119,7 +122,12 @@ def _check_answers(address: str) -> None:
 
 
 def stop_ray() -> None:
-    """Leave the cluster, end a local one, and restore this process's environment."""
+    """Leave the cluster, end a local one, and restore this process's environment. Nothing, where `start_ray` found Ray
+    in use."""
+    global _ours
+    if not _ours:
+        return
+    _ours = False
     ray.shutdown()
     if _before_local:
         _apply_auth(_before_local)

@@ -21,6 +21,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Conversion:
+    """A finished conversion; as text, a summary of one line."""
+
+    out: Path
+    tensors: int
+    bytes: int  # of the tensors written
+    seconds: float
+    kept: tuple[int, int]  # (parts kept from an interrupted run, all parts)
+    skipped: tuple[str, ...]  # tensors that have no place in the other form
+
+    def __str__(self) -> str:
+        parts, of = self.kept
+        kept = f", {parts} of {of} parts kept from an interrupted run" if parts else ""
+        rate = self.bytes / self.seconds / 1e9
+        less = f"; left out: {len(self.skipped)} tensors, first {self.skipped[0]}" if self.skipped else ""
+        return (
+            f"{self.tensors:,} tensors, {self.bytes:,} bytes -> {self.out} in {self.seconds:.1f} s ({rate:.2f} GB/s"
+            f"{kept}){less}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ConvertWork:
     """The processes and the memory of a conversion."""
 
@@ -62,8 +84,8 @@ def cluster_nodes(ray_address: str | None) -> Callable[[], Sequence[Node]] | Non
 
 def to_megatron(
     hf_dir: Path, out_dir: Path, work: ConvertWork, *, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1
-) -> str:
-    """Convert; return a one-line summary. Raises ValueError for a layout that the model does not fit. `pp` need not
+) -> Conversion:
+    """Convert a Hugging Face directory. Raises ValueError for a layout that the model does not fit. `pp` need not
     divide the number of layers, because shards are not cut by stage."""
     from megatron_bridge.convert.to_megatron import to_megatron
 
@@ -82,7 +104,7 @@ def to_megatron(
         tp=tp,
         etp=etp,
     )
-    return _summary(report, out_dir, time.monotonic() - began)
+    return _done(report, out_dir, time.monotonic() - began)
 
 
 def to_hf(
@@ -93,8 +115,8 @@ def to_hf(
     format: str,
     hf_config: Path | None,
     lora_alpha: float | None,
-) -> str:
-    """Convert; return a one-line summary."""
+) -> Conversion:
+    """Convert a torch_dist directory."""
     from megatron_bridge.convert.to_hf import to_hf
 
     began = time.monotonic()
@@ -108,16 +130,12 @@ def to_hf(
         workers=work.workers,
         spread=work.spread(),
     )
-    return _summary(report, out_dir, time.monotonic() - began)
+    return _done(report, out_dir, time.monotonic() - began)
 
 
-def _summary(report: ConvertReport, out: Path, seconds: float) -> str:
-    kept = f", {report.units_kept} of {report.units} parts kept from an interrupted run" if report.units_kept else ""
-    rate = report.bytes / seconds / 1e9
-    less = f"; left out: {len(report.skipped)} tensors, first {report.skipped[0]}" if report.skipped else ""
-    return (
-        f"{report.tensors:,} tensors, {report.bytes:,} bytes -> {out} in {seconds:.1f} s ({rate:.2f} GB/s{kept}){less}"
-    )
+def _done(report: ConvertReport, out: Path, seconds: float) -> Conversion:
+    kept = report.units_kept, report.units
+    return Conversion(out, report.tensors, report.bytes, seconds, kept, tuple(report.skipped))
 
 
 def check(directory: Path, *, memory_limit: int, workers: int) -> str:

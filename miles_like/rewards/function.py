@@ -92,8 +92,8 @@ def _style_and_unit(function: Callable[..., Any], label: str, style: str | None,
     inferred = recognised(function)
     if inferred is None and style is None and unit is None:
         raise ValueError(
-            f"{label}: its parameter names match no style: name them (prompt, sample), (prompt, samples) or "
-            f"(prompts, samples), or set reward.style to one of {', '.join(STYLES)}"
+            f"{label}: its parameter names match no style: name them (sample), (prompt, sample), (prompt, "
+            f"samples) or (prompts, samples), or set reward.style to one of {', '.join(STYLES)}"
         )
     if style is None:
         style = "own" if inferred is None else inferred[0]

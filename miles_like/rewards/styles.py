@@ -62,6 +62,38 @@ def _own(prompts: Sequence[Prompt], samples: Sequence[Sample], *, unit: Unit, ar
     return (prompts[0] if unit is Unit.GROUP else list(prompts), list(samples)), {}
 
 
+# ours, of one argument: reward(sample) -> float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSample:
+    """What a reward function with the one parameter `sample` gets."""
+
+    prompt: str  # text, with the chat template's markers
+    response: str  # text after the prompt, with that of an environment
+    answer: str  # the row's; "" where it has none
+    messages: Sequence[Mapping[str, str]]  # role and content of each, if the prompt comes from a chat template
+    meta: Mapping[str, Json]  # the row's other columns
+    finish: Finish  # STOP: the response has ended; LENGTH: it was cut at the token limit
+    tokens: int  # of the response, without an environment's
+    sample: Sample  # with token ids and log-probabilities
+
+
+def _sample(prompts: Sequence[Prompt], samples: Sequence[Sample], *, unit: Unit, args: Mapping[str, Json]) -> Call:
+    (prompt,), (sample,) = prompts, samples
+    given = RewardSample(
+        prompt=prompt.text,
+        response=sample.text,
+        answer=prompt.answer,
+        messages=prompt.messages,
+        meta=prompt.meta,
+        finish=sample.finish,
+        tokens=sample.response_len,
+        sample=sample,
+    )
+    return (given,), {}
+
+
 # verl: compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}
 
 
@@ -221,6 +253,7 @@ def _for_each(value: Any, n: int) -> list[object]:
 _ANY = (Unit.SAMPLE, Unit.GROUP, Unit.BATCH)
 STYLES: dict[str, Style] = {
     "own": Style(units=_ANY, arguments=_own, results=_one_or_each),
+    "sample": Style(units=(Unit.SAMPLE,), arguments=_sample, results=_one_or_each),
     "verl": Style(units=(Unit.SAMPLE,), arguments=_verl, results=_verl_result),
     "slime": Style(units=(Unit.SAMPLE, Unit.GROUP), arguments=_slime, results=_slime_results),
     "trl": Style(units=(Unit.GROUP, Unit.SAMPLE, Unit.BATCH), arguments=_trl, results=_each),
@@ -240,9 +273,12 @@ _FIRST_TWO: dict[tuple[str, ...], tuple[str, Unit]] = {
 def recognised(function: Callable[..., object]) -> tuple[str, Unit] | None:
     """The style and unit that the parameter names imply; None where they imply none."""
     try:
-        names = list(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters
     except ValueError:
         return None  # written in C, without a signature to inspect
+    names = list(parameters)
+    if names == ["sample"]:
+        return "sample", Unit.SAMPLE
     if (first := _FIRST_TWO.get(tuple(names[:2]))) is not None:
         return first
     for style, words in (("verl", {"solution_str", "ground_truth"}), ("openrlhf", {"queries", "labels"})):

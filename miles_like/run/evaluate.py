@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from miles_like.cluster.environment import driver_secrets, plain_values
-from miles_like.config.load import checked, parse_override, read_tree
+from miles_like.config.load import ConfigSource, Override, checked, override_tree, read_tree
 from miles_like.config.sections.eval import NAME, EvalConfig, check_measured
 from miles_like.config.sections.reward import RewardConfig
 from miles_like.hf.checkpoint import HFCheckpoint, generation_eos
@@ -49,22 +49,24 @@ class AloneConfig(Section):
     eval: EvalConfig = EvalConfig()
 
 
-def read_evaluation_config(path: Path | None, overrides: Sequence[str], data: Sequence[str]) -> AloneConfig:
-    """A run's configuration, if `path` names one, and `--data [NAME=]FILE` in place of its sets.
+def read_evaluation_config(
+    source: ConfigSource | None, overrides: Sequence[Override], data: Sequence[str]
+) -> AloneConfig:
+    """A run's configuration, if there is one, and `--data [NAME=]FILE` in place of its sets.
 
     Raises ValueError for an invalid configuration, override or `data`, and where neither names a set.
     """
     known = AloneConfig.model_fields
-    for text in overrides:
-        if (section := next(iter(parse_override(text)))) not in known:
-            raise ValueError(f"--set {text}: an evaluation has no {section!r}, it reads {', '.join(known)}: remove it")
-    tree = {k: v for k, v in read_tree(path, overrides).items() if k in known}
+    for given in overrides:
+        for section in override_tree(given).keys() - known.keys():
+            raise ValueError(f"--set {given}: an evaluation has no {section!r}, it reads {', '.join(known)}: remove it")
+    tree = {k: v for k, v in read_tree(source, overrides).items() if k in known}
     given = tree.get("data", {})
     tree["data"] = given if given.get("sources") else {"train": "", **given}
     if data:
         tree["data"].pop("eval", None)
         tree["eval"] = {**tree.get("eval", {}), "sets": _sets(data)}
-    config = checked(AloneConfig, tree, "--set" if path is None else str(path))
+    config = checked(AloneConfig, tree, str(source) if isinstance(source, Path) else "--set")
     if not (sets := config.eval.all_sets(config.data.eval)):
         raise ValueError("no eval set is configured: give --data FILE, or a --config with data.eval or eval.sets")
     check_measured(sets, config.reward.name, played=config.rollout.has_episode_runner)

@@ -8,13 +8,13 @@ from miles_like.checkpoint.run_state import kept_steps, load, load_latest, step_
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
 from miles_like.pipeline.cache import fetched_model
-from miles_like.pipeline.convert import ConvertWork, to_hf
+from miles_like.pipeline.convert import Conversion, ConvertWork, to_hf
 
 
 def export_run(
     run_dir: Path, out: Path, work: ConvertWork, *, step: int | None, format: str, hf_config: Path | None
-) -> str:
-    """Write the trained model of `step`, by default the last checkpoint's, to `out`; return a one-line summary.
+) -> Conversion:
+    """Write the trained model of `step`, by default the last checkpoint's, to `out`.
 
     Tokenizer and config.json are those of the model that the run began with: of the run's fetch stage, or in
     `hf_config`. Adapters are merged with the run's alpha. Every file of the checkpoint is verified first. Raises

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 from rich.console import Console
@@ -12,7 +14,7 @@ from rich.markup import escape
 
 from miles_like.check_results import CheckResult, describe_unchecked, raise_failures
 from miles_like.checkpoint.run_state import check_kept
-from miles_like.config.load import dump_config, load_config
+from miles_like.config.load import ConfigSource, Override, dump_config, load_config, read_tree
 from miles_like.config.run import RunConfig
 from miles_like.pipeline.cache import describe_cache
 from miles_like.pipeline.run_directory import Mode, check_run_dir
@@ -24,6 +26,7 @@ from miles_like.pipeline.stages import (
     run_stages,
     stages_to_do,
 )
+from miles_like.plugins import GIVEN
 from miles_like.preflight.describe import describe_plan
 from miles_like.run import assemble
 from miles_like.run.setup.model_plan import PlannedModel
@@ -35,8 +38,8 @@ from miles_like.variables import ray_address
 class PipelineOptions:
     """The options of `miles-like train`."""
 
-    overrides: Sequence[str] = ()
-    """`key=value`, over the configuration's."""
+    overrides: Sequence[Override] = ()
+    """Over the configuration's."""
     stages: str = ",".join(STAGES)
     fuse: bool = False
     resume: bool = False
@@ -47,9 +50,9 @@ class PipelineOptions:
     cache_dir: Path | None = None
     force: bool = False
 
-    def settings(self) -> list[str]:
+    def settings(self) -> list[Override]:
         """The overrides of the configuration that these options are."""
-        given = ["convert.fuse=true"] if self.fuse else []
+        given: list[Override] = ["convert.fuse=true"] if self.fuse else []
         if self.cache_dir is not None:
             given.append(tomli_w.dumps({"cache_dir": str(self.cache_dir.resolve())}).strip())
         return [*self.overrides, *given]
@@ -63,13 +66,15 @@ class PipelineOptions:
         return "resume" if resume else "fresh" if self.fresh else "auto"
 
 
-def run_pipeline(config: Path, run_dir: Path, options: PipelineOptions, console: Console) -> None:
+def run_pipeline(config: ConfigSource, run_dir: Path, options: PipelineOptions, console: Console) -> None:
     """Run the stages that are not complete. Raises ValueError, RuntimeError, OSError or MemoryError with a message for
     the user, and `Stopped`."""
     mode = options.mode()
     if options.from_step is not None:
         check_kept(run_dir / "checkpoints", options.from_step)
     loaded = load_config(config, options.settings())
+    if mode == "resume":
+        _check_given_reward(loaded, run_dir)
     model = assemble.known_model(loaded)
     address = ray_address(options.ray_address)
     run_dir = on_every_node(run_dir, address)
@@ -100,6 +105,21 @@ def run_pipeline(config: Path, run_dir: Path, options: PipelineOptions, console:
         )
     finally:
         assemble.shut_down()
+
+
+def _check_given_reward(config: RunConfig, run_dir: Path) -> None:
+    """Raises ValueError where the run was trained with a function that Python code passed, and `config` has none."""
+    reward: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):  # without a run there is nothing to compare, and the stages report it
+        reward = read_tree(run_dir / "config.toml").get("reward", {})
+    before = [name for name in (reward.get("name", ""), *reward.get("parts", ())) if name.startswith(GIVEN)]
+    if not before or any(name.startswith(GIVEN) for name in config.reward.weights):
+        return
+    name = before[0].removeprefix(GIVEN).rpartition("-")[0]
+    raise ValueError(
+        f"{run_dir} was trained with the reward {name!r}, a function that Python code passed to miles_like.train and "
+        f"that no file names: resume it from Python and pass it again, miles_like.train(..., reward=..., resume=True)"
+    )
 
 
 def print_stages(

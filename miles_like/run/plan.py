@@ -12,12 +12,14 @@ from miles_like.device_table import Device
 from miles_like.device_table import device as named_device
 from miles_like.pipeline.stages import plan_stages
 from miles_like.planning.compose import IMBALANCE
+from miles_like.planning.plan import Plan
 from miles_like.planning.table import print_plan, write_plan
 from miles_like.run import assemble
 from miles_like.run.setup.model_plan import PlannedModel
 from miles_like.run.setup.run_cluster import RunCluster
 from miles_like.run.step_time import Asked, not_timed, predicted, report, searched
 from miles_like.timing.of_run import Facts
+from miles_like.timing.step import StepSetup, StepTime
 from miles_like.timing.table import print_step
 
 _RUN_DIR = Path("runs/plan")  # nothing is written there
@@ -77,18 +79,30 @@ def search_layouts(
     return bool(ranked.found)
 
 
-def plan_run(config: RunConfig, assumed: Predictions, console: Console, *, json: Path | None) -> bool:
-    """Print the plan; returns whether the run fits. Raises ValueError."""
-    model = _model(config)
+def make_plan(config: RunConfig, assumed: Predictions, console: Console) -> Plan:
+    """The plan, with the seconds of a step where they can be predicted. Raises ValueError."""
+    return _timed(config, _model(config), assumed, console)[0]
+
+
+def _timed(
+    config: RunConfig, model: PlannedModel, assumed: Predictions, console: Console
+) -> tuple[Plan, tuple[StepSetup, StepTime] | None]:
     assumed.facts(config)
     cluster = RunCluster(config, _RUN_DIR, console, None)
     stages = plan_stages(config, _RUN_DIR, assemble.stage_functions(config, model, console, cluster), mode="fresh")
     found = assemble.memory_plan(config, model, stages, on=assumed.on(config), imbalance=assumed.uneven)
+    timed = predicted(config, model, found, assumed.asked)
+    return (found if timed is None else replace(found, step_s=timed[1].flat())), timed
+
+
+def plan_run(config: RunConfig, assumed: Predictions, console: Console, *, json: Path | None) -> bool:
+    """Print the plan; returns whether the run fits. Raises ValueError."""
+    model = _model(config)
+    found, timed = _timed(config, model, assumed, console)
     print_plan(console, found)
-    if (timed := predicted(config, model, found, assumed.asked)) is not None:
+    if timed is not None:
         setup, time = timed
         print_step(console, time, setup)
-        found = replace(found, step_s=time.flat())
     if (line := not_timed(config, model, found)) is not None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if json is not None:

@@ -14,9 +14,9 @@ import typer
 
 from miles_like.cli import app
 from miles_like.command_errors import LOG_BYTES, one_sentence, sentence
-from miles_like.commands.convert import parse_bytes
 from miles_like.commands.train import train
 from miles_like.hf.checkpoint import HFCheckpoint, write_hf
+from miles_like.limits.memory_size import parse_bytes
 from miles_like.stopping import Stopped
 from tests.support import sglang_metadata, tiny_models
 from tests.support.cli_runner import CliRunner

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from miles_like import stopping
-from miles_like.stopping import Deadline, Stopped, StopRequest, command_began, run_to_end
+from miles_like.stopping import Deadline, Stopped, StopRequest, beside_loop, command_began, run_to_end
 from tests.support.refusals import refuses
 
 SEEN: list[str] = []
@@ -206,3 +206,43 @@ def test_before_the_first_save_it_keeps_a_steps_time_for_one_and_a_slow_step_is_
 
 def test_the_command_began_before_now() -> None:
     assert 0 < time.time() - command_began() < 1e6
+
+
+def test_beside_a_running_loop_a_call_may_run_its_own() -> None:
+    """As in a notebook: `asyncio.run` would be refused there. Values and errors are the call's."""
+
+    async def cell(fails: bool) -> int:
+        async def work() -> int:
+            await asyncio.sleep(0)
+            return 1 // (not fails)
+
+        return beside_loop(lambda: run_to_end(work()))
+
+    assert asyncio.run(cell(False)) == 1
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(cell(True))
+    assert not stopping._running
+
+
+def test_an_interrupted_cell_cancels_the_run_and_waits_for_its_end() -> None:
+    seen: list[str] = []
+
+    async def work() -> None:
+        threading.Timer(0.1, signal.raise_signal, (signal.SIGINT,)).start()
+        try:
+            await asyncio.sleep(30)
+        finally:
+            await asyncio.sleep(0.1)
+            seen.append("closed")
+
+    async def cell() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio's own cancels the cell, which does not wait
+        beside_loop(lambda: run_to_end(work()))
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(cell())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == ["closed"]

@@ -56,7 +56,7 @@ class FunctionReward(Reward):
     """A user's function, which is given "" where a prompt has no answer."""
 
     path: str  # the import path
-    style: Literal["own", "verl", "slime", "trl", "openrlhf"] | None = None  # None: inferred
+    style: Literal["own", "sample", "verl", "slime", "trl", "openrlhf"] | None = None  # None: inferred
     unit: Literal["sample", "group", "batch"] | None = None  # of one call; None: inferred
     args: dict[str, JsonValue] = Field({})  # `args` of style "slime"
 
@@ -262,7 +262,7 @@ def has_options(name: object) -> bool:
 class RewardConfig(Section):
     name: str | None = None  # a built-in reward or an import path (docs/rewards.md); None: exact_number, or `parts`
     parts: dict[str, float] = Field({})  # name -> weight in the sum of several rewards; 0: only logged
-    style: Literal["own", "verl", "slime", "trl", "openrlhf"] | None = None  # of a function; None: inferred
+    style: Literal["own", "sample", "verl", "slime", "trl", "openrlhf"] | None = None  # of a function; None: inferred
     unit: Literal["sample", "group", "batch"] | None = None  # of one call of a function; None: inferred
     args: dict[str, JsonValue] = Field({})  # `args` of a function of style "slime"
     timeout_s: float | None = Field(None, gt=0)  # per attempt; None: 60 s, of a local reward 10 s

@@ -55,6 +55,12 @@ def test_questions_are_answered_without_slow_imports(light: str) -> None:
     assert light.split("\n")[:-1] == ["0", "0", "2", "2", "0", "0", "[]"]
 
 
+def test_the_python_api_is_imported_without_slow_libraries() -> None:
+    program = f"import sys, miles_like; dir(miles_like); print(set({SLOW!r}.split()) & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "set()\n"
+
+
 def test_every_command_has_a_panel_and_help_of_one_sentence() -> None:
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for name, command in commands.items():

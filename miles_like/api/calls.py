@@ -1,0 +1,43 @@
+"""How every function of the Python API is called: in a script or in a notebook, with errors of one sentence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+
+from miles_like.command_errors import user_errors
+from miles_like.stopping import beside_loop
+
+if TYPE_CHECKING:
+    from miles_like.config.load import ConfigSource, Override
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Config: TypeAlias = str | Path | Mapping[str, Any]
+Overrides: TypeAlias = Mapping[str, Any] | Sequence[str]
+
+
+def from_python(function: Callable[P, T]) -> Callable[P, T]:
+    """`function` for callers in Python: beside a running event loop it runs in a thread, and errors that the user can
+    fix are `UserError`."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with user_errors():
+            return beside_loop(functools.partial(function, *args, **kwargs))
+
+    return call
+
+
+def source_of(config: Config) -> ConfigSource:
+    """The configuration as `load_config` takes it."""
+    return config if isinstance(config, Mapping) else Path(config)
+
+
+def override_list(overrides: Overrides) -> list[Override]:
+    """Overrides as `load_config` takes them. Raises ValueError for one text in place of a list."""
+    if isinstance(overrides, str):
+        raise ValueError(f"overrides = {overrides!r}: want a dict such as {{'train.steps': 3}}, or a list of texts")
+    return [overrides] if isinstance(overrides, Mapping) else list(overrides)
