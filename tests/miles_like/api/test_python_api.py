@@ -138,6 +138,14 @@ async def _all(scorer: Any, prompt: Any, samples: list[Any]) -> list[Any]:
         await scorer.close()
 
 
+def test_a_run_whose_function_no_file_names_is_resumed_with_it_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[reward]\nname = "given:mine-0a1b2c3d"\n')
+    again: dict[str, Any] = {"run_dir": tmp_path, "resume": True, "quiet": True}
+    for reward in (None, "gsm8k"):
+        with refuses(miles_like.UserError, tmp_path, "'mine'", "miles_like.train", "resume=True"):
+            miles_like.train("tiny", reward=reward, **again)
+
+
 # ---- calls
 
 
