@@ -37,6 +37,7 @@ def functions() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "texts", "want"),
     [
+        ("right", ["7", "8"], [(1, {}), (0, {})]),
         ("short_and_right", ["7", "8"], [(0.97, {"right": 1, "tokens": 3}), (-0.03, {"right": 0, "tokens": 3})]),
         ("shortest_right_one_wins", ["7", "8", "7"], [(1.5, {}), (0, {}), (1.5, {})]),
         ("novel", ["7", "8", "7"], [(0.5, {"novelty": 0.5}), (1, {"novelty": 1}), (0.5, {"novelty": 0.5})]),
