@@ -1,4 +1,4 @@
-"""What `pip install` leaves on a machine without the checkout: every module, and the files of the demo.
+"""What `pip install` leaves on a machine without the checkout: every module, the files of the demo and of `init`.
 
 Why it must hold: each node of a cluster installs the package; a module that is left out fails at import there, and
 nowhere that the package is installed as editable. The demo itself runs in test_pipeline.py. Not covered: that the
@@ -61,8 +61,11 @@ def test_every_module_is_imported_before_all_others(python: Path, tmp_path: Path
     assert modules() == set(done.stdout.split())
 
 
-def test_the_wheel_has_the_demo_and_no_tests(wheel: Path) -> None:
+def test_the_wheel_has_the_demo_the_templates_and_its_types_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert "miles_like/demo_files/tiny/train.jsonl" in names
+    assert {"miles_like/demo_files/tiny/train.jsonl", "miles_like/py.typed"} <= set(names)
+    package = ROOT / "miles_like"
+    data = [*(package / "templates").glob("*/*"), *(package / "demo_files").glob("*.toml")]
+    assert {str(f.relative_to(ROOT)) for f in data} <= set(names)
     tops = {n.split("/")[0] for n in names if ".dist-info/" not in n}
     assert tops == set(PACKAGES)
