@@ -13,7 +13,7 @@ JOBS ?= 3
 # 1: tests over nodes of Linux namespaces (tests/cluster) fail, and are not skipped, without the right to make them
 export MILES_LIKE_NEED_NAMESPACES ?= 0
 
-.PHONY: demo lint resolve check test test-fast test-slow test-long test-all snapshot test-sglang sglang-all test-vllm fuzz plan-all benchmarks clean
+.PHONY: demo docs lint resolve check test test-fast test-slow test-long test-all snapshot test-sglang sglang-all test-vllm fuzz plan-all benchmarks clean
 
 # Python keeps what it compiles: tests start hundreds of processes. Threads that wait for each other sleep: they would
 # spin on cores that other processes of the tests could use.
@@ -24,6 +24,11 @@ OUT := build/tests
 
 demo: $(STAMP)
 	$(BIN)/python scripts/run_deepseek.py --config configs/tiny.toml --run-dir $(RUN)
+
+# the documentation as a site in build/site; a warning, as for a link to nothing, is an error
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR) $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -100,6 +105,10 @@ $(STAMP): pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 # Without dependencies: SGLang's own are kernels for GPUs, and another torch. torch is linked to that of $(VENV); of the

@@ -1,4 +1,4 @@
-"""Every preset on the tiny task, from the same checkpoint, with several seeds: the study of docs/algorithms.md.
+"""Every preset on the tiny task, from the same checkpoint, with several seeds: docs/studies/algorithms.md.
 
 Each run is the real pipeline with one trainer rank, on one core; as many run side by side as there are cores. The
 checkpoint is made once. A rollout is trained in 4 optimizer steps, so that ratios leave 1 and what is done with them

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from miles_like.report.plots import BLUE, DPI, FAINT, INK
 Runs = Sequence[Mapping[str, Any]]  # of one preset, one for each seed
 HEAD = (
     "preset",
-    "what it changes",
     "accuracy before",
     "after",
     "tokens sampled",
@@ -45,21 +43,20 @@ IMAGES = {"accuracy": "Held-out accuracy of each preset", "entropy": "Entropy of
 
 def write_study(found: Mapping[str, Runs], out: Path, docs: Path | None) -> dict[str, float]:
     """Table and pictures beside `out`, and in `docs`; the figures of the last line."""
-    sentences = _sentences(found)
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
-    lines += [f"| {' | '.join(_row(preset, sentences[preset], runs))} |" for preset, runs in found.items()]
+    lines += [f"| {' | '.join(_row(preset, runs))} |" for preset, runs in found.items()]
     table = "\n".join(lines)
     print(table)
     out.with_suffix(".md").write_text(table + "\n")
     _into(out.parent, found)
     if docs is not None:
         _into(docs / "images", found)
-        _tell(docs / "algorithms.md", table)
+        _tell(docs / "studies" / "algorithms.md", table)
     return {f"accuracy_{preset}": mean([last(run) for run in runs]) for preset, runs in found.items()}
 
 
 def _tell(page: Path, table: str) -> None:
-    images = "\n\n".join(f"![{what}](images/algorithms_{name}.png)" for name, what in IMAGES.items())
+    images = "\n\n".join(f"![{what}](../images/algorithms_{name}.png)" for name, what in IMAGES.items())
     put_into(page, SECTION, BEGIN, END, f"{table}\n\n{images}")
 
 
@@ -70,15 +67,6 @@ def put_into(page: Path, section: str, begin: str, end: str, text: str) -> None:
         now = now.rstrip("\n") + "\n" + section
     before, after = now[: now.index(begin) + len(begin)], now[now.index(end) :]
     page.write_text(f"{before}\n\n{text}\n\n{provenance()}\n\n{after}")
-
-
-def _sentences(found: Mapping[str, Runs]) -> dict[str, str]:
-    """What each preset changes, from the list of presets in docs/algorithms.md."""
-    text = (Path(__file__).resolve().parents[1] / "docs" / "algorithms.md").read_text()
-    rows = {p: re.search(rf'^\| `"{re.escape(p)}"` \| ([^|]*) \|', text, re.MULTILINE) for p in found}
-    if missing := [p for p, row in rows.items() if row is None]:
-        raise ValueError(f"docs/algorithms.md does not say what {missing[0]!r} changes: give it a row in its presets")
-    return {p: row.group(1) for p, row in rows.items() if row is not None}
 
 
 def last(run: Mapping[str, Any]) -> float | None:
@@ -99,7 +87,7 @@ def spread(values: Sequence[float | None], form: str) -> str:
     return format(statistics.fmean(there), form) + more
 
 
-def _row(preset: str, sentence: str, runs: Runs) -> list[str]:
+def _row(preset: str, runs: Runs) -> list[str]:
     def largest(key: str, form: str) -> str:
         return format(max((r[key] for r in runs if r[key] is not None), default=float("nan")), form)
 
@@ -107,7 +95,6 @@ def _row(preset: str, sentence: str, runs: Runs) -> list[str]:
     early = sum(r["ended"] is not None for r in runs)
     return [
         f"`{preset}`",
-        sentence,
         spread([r["accuracy"][0][2] if r["accuracy"] else None for r in runs[:1]], ".3f"),
         spread([last(r) for r in runs], ".3f") + (f" ({early} of {len(runs)} ended early)" if early else ""),
         f"{mean([r['tokens'] for r in runs]) / 1000:,.0f} k",

@@ -9,7 +9,7 @@ the step, and each token weighs p_old / p_rollout.
     python benchmarks/staleness_study.py [--quick] [--staleness 0,1,2,4,8] [--seeds 3] [--steps N] [--out FILE] [--docs]
 
 What is in FILE (json) is not run again: a study that was interrupted goes on. --docs puts the table into
-docs/asynchrony.md. Goals: no run ends early, and no token is staler than configured.
+docs/studies/asynchrony.md. Goals: no run ends early, and no token is staler than configured.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=80, help="rollouts of a run, of one optimizer step each")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "study" / "staleness.json")
-    parser.add_argument("--docs", action="store_true", help="put the table into docs/asynchrony.md")
+    parser.add_argument("--docs", action="store_true", help="put the table into docs/studies/asynchrony.md")
     given = parser.parse_args()
     levels, losses, seeds = [int(k) for k in given.staleness.split(",")], list(LOSSES), given.seeds
     out: Path = given.out.resolve()
@@ -98,7 +98,7 @@ def main() -> None:
     lines += [f"| {' | '.join(row(loss, k, runs))} |" for (loss, k), runs in found.items()]
     print("\n".join(lines))
     if given.docs:
-        put_into(ROOT / "docs" / "asynchrony.md", SECTION, BEGIN, END, "\n".join(lines))
+        put_into(ROOT / "docs" / "studies" / "asynchrony.md", SECTION, BEGIN, END, "\n".join(lines))
     every = [(k, run) for (_, k), runs in found.items() for run in runs]
     figures = {f"accuracy_{loss}_{k}": mean([last(run) for run in runs]) for (loss, k), runs in found.items()}
     figures["ended_early"] = sum(run["ended"] is not None for _, run in every)

@@ -1,6 +1,6 @@
 """The shipped distillation config: a made teacher on a server of the run's own, whose likeliest tokens are candidates.
 
-Small and short: what it learns is in docs/distillation.md. The other kinds of teachers: test_pipeline.py.
+Small and short: what it learns is in docs/studies/distillation.md. The other kinds of teachers: test_pipeline.py.
 """
 
 from __future__ import annotations

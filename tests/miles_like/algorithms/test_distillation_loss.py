@@ -1,7 +1,7 @@
 """What a teacher's word does to advantages and loss.
 
 Oracles: the reverse KL in closed form, GKD's loss as trl has it, torch's kl_div, finite differences. Not covered: what
-a trainer on several ranks makes of candidates (its own tests), and whether it learns (docs/distillation.md).
+a trainer on several ranks makes of candidates (its own tests), and whether it learns (docs/studies/distillation.md).
 """
 
 from __future__ import annotations
