@@ -1,4 +1,4 @@
-"""README's table of commands names every command, its arguments and options that exist.
+"""The table of docs/commands.md names every command, its arguments and options that exist.
 
 Why it must hold: the table is where a user looks for a command. Not covered: what a command does; options that the
 table leaves to `--help`.
@@ -18,7 +18,7 @@ from miles_like.cli import app
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"^\| `((?:miles-like|python) [^`]+)`(.*)\|.*\|$", re.MULTILINE)
-ROWS = [row[0].replace(r"\|", "|") for row in ROW.findall((ROOT / "README.md").read_text())]
+ROWS = [row[0].replace(r"\|", "|") for row in ROW.findall((ROOT / "docs" / "commands.md").read_text())]
 OF_THE_SCRIPT = {"config", "stages"}  # options of scripts/run_deepseek.py that `train` has in another form
 
 

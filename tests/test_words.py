@@ -32,7 +32,16 @@ SOURCES = (
     "docs/examples",
     "tests",
 )
-OTHERS = ("README.md", "pyproject.toml", "Makefile", ".ci/run", "tests/budget.toml", "docs/cluster/Containerfile")
+OTHERS = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "pyproject.toml",
+    "Makefile",
+    ".ci/run",
+    "tests/budget.toml",
+    "docs/cluster/Containerfile",
+)
 FILES = sorted(
     [p for source in SOURCES for p in (ROOT / source).rglob("*.py") if p != Path(__file__)]
     + list((ROOT / "configs").glob("*.toml"))

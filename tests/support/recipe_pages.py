@@ -29,13 +29,21 @@ from miles_like.timing.published.models import published_shapes
 from miles_like.timing.published.nemo_rl import nemo_rl
 from miles_like.timing.published.others import prime_rl
 from tests.support.planned import planned as stages_of
-from tests.support.plans import CONFIGS, model_of, path_of, shipped
+from tests.support.plans import CONFIGS, model_of, path_of
+from tests.support.plans import shipped as names_of_shipped
 
-FOLDER = Path(__file__).parents[2] / "docs" / "recipes"
+README = Path(__file__).parents[2] / "README.md"
+FOLDER = README.parent / "docs" / "recipes"
 CPU = "tiny"  # the page of configurations without GPUs
 INDEX = "index"
 MADE = "<!-- made by: python -m tests.support.recipe_pages --write -->"
 END_OF_HEAD = "## Memory"
+BEGIN, END = "<!-- where: python -m tests.support.recipe_pages --write -->", "<!-- end of where -->"
+IN_README = {  # configuration -> how README names its hardware
+    "qwen3_0_6b": "one GPU of 80 GB",
+    "qwen3_30b_a3b_fp8_node": "one node of 8 GPUs",
+    "deepseek_v3_fp8": "16 nodes of 8 GPUs",
+}
 LINK = "../configuration_keys.md"
 WIDTH = 120  # columns of prose
 INTRODUCTION = (
@@ -56,6 +64,11 @@ SOURCES = {
     "NeMo-RL v0.6": "NeMo-RL v0.6.0, docs/about/performance-summary.md",
     "prime-rl": "prime-rl, benchmarks/results/BENCHMARKS.md of 2026-02-07",
 }
+
+
+@cache
+def shipped() -> tuple[str, ...]:
+    return tuple(names_of_shipped())
 
 
 def pages() -> dict[str, str]:
@@ -164,6 +177,31 @@ def cpu_page() -> str:
             "",
         ]
     )
+
+
+def readme(text: str) -> str:
+    """`text` of README with the table of what runs where, whose figures are those of the pages. Raises ValueError
+    without the table's markers."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"README.md has no lines {BEGIN!r} and {END!r}: add them")
+    rows = [
+        "| hardware | model | state | command |",
+        "|---|---|---|---|",
+        "| laptop, two CPU cores | DeepSeek-V3 with 1.1 M parameters | proved by tests | `make demo` |",
+    ]
+    for name, hardware in IN_README.items():
+        seen = (FOLDER / f"{name}.md").read_text("utf-8")
+        (used,), (seconds,) = (
+            re.findall(r": ([\d.]+) of [\d.]+ GiB\)", seen),
+            re.findall(r"\*\*([\d,.]+) s\*\* a step", seen),
+        )
+        planned = f"configured and planned, not yet run on GPUs: {used} GiB a GPU, {seconds} s a step"
+        command = f"`miles-like train configs/{name}.toml --run-dir runs/{name}`"
+        model = load_config(path_of(name)).model.path.rpartition("/")[2]
+        rows.append(f"| [{hardware}](docs/recipes/{name}.md) | {model} | {planned} | {command} |")
+    return "\n".join([f"{before}{BEGIN}", "", *rows, "", f"{END}{after}"])
 
 
 def twin(name: str) -> str:
@@ -338,6 +376,7 @@ def main() -> int:
             (FOLDER / f"{name}.md").write_text(found[name], encoding="utf-8")
         for path in stale:
             path.unlink()
+        README.write_text(readme(README.read_text("utf-8")), encoding="utf-8")
         return 0
     out.print("\n".join([*changed, *(p.stem for p in stale)]) or "all pages agree with their configurations")
     return int(bool(changed or stale))
