@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.support import docs_site
-from tests.support.pages import OF_ROOT, PAGES, ROOT, anchors, links, slug
+from tests.support.pages import OF_ROOT, PAGES, ROOT, anchors, links, prose, slug
 
 
 def broken(page: Path, targets: list[str]) -> Iterator[str]:
@@ -79,3 +79,9 @@ def test_the_readme_is_read_in_three_minutes() -> None:
     """Words without links' targets, marks of tables and comments."""
     text = re.sub(r"<!--.*?-->|\]\([^)]*\)|[|`#*]", " ", (ROOT / "README.md").read_text("utf-8"))
     assert len(text.split()) <= 650
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_tables_have_a_head(page: Path) -> None:
+    """The site shows a table whose head is empty as lines of text."""
+    assert re.findall(r"^\|(?: *\|)+$", prose(page), re.MULTILINE) == []

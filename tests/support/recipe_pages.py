@@ -101,7 +101,7 @@ def head(name: str) -> str:
             "",
             "Planned, not yet run on GPUs.",
             "",
-            "| | |",
+            "| part | value |",
             "|---|---|",
             *(f"| {what} | {value} |" for what, value in rows),
             "",
