@@ -22,21 +22,11 @@ import typer
 from miles_like.cli import app
 from miles_like.config.load import load_config
 from miles_like.simulation.inputs.assumptions import Assumptions
-from tests.support.pages import PAGES, ROOT, Block, blocks, is_key, prose, sections
+from tests.support.pages import PAGES, ROOT, Block, blocks, commands, is_key, prose, sections
 
 TOP = typer.main.get_command(app)
 ALL = [block for page in PAGES for block in blocks(page)]
 FILES = ("jsonl", "json", "toml", "py", "md", "npy", "safetensors", "png", "html", "so", "cfg")
-
-
-def commands(text: str) -> Iterator[str]:
-    """`miles-like ...` of a block, continued lines joined, comments and the brackets of a synopsis removed."""
-    for line in text.replace("\\\n", " ").splitlines():
-        for one in re.split(r"\s{2,}(?=miles-like )", line.strip()):
-            if one.startswith("miles-like "):
-                one = re.sub(r"\s#.*$", "", one)
-                one = re.sub(r"\.\.\.|\s[&>].*$", " ", one)
-                yield re.sub(r"[\[\]]|\s\\?\|\s", " ", one)
 
 
 def known(name: str) -> bool:
@@ -178,3 +168,18 @@ def test_code_spans_that_look_like_keys_are_keys(page: Path) -> None:
     if page.name == "simulation.md":  # its tables have assumptions without the section's name
         named = {name for name in named if not known(f"simulation.{name}")}
     assert sorted(name for name in named if not is_key(name)) == []
+
+
+ROW = re.compile(r'^\| `([^`]+)` \| ((?:`"[^"`]*"`(?:, )?)+) \|', re.MULTILINE)  # a key of one of several words
+CHOICES = {
+    key: set(re.findall(r'"([^"]*)"', words))
+    for key, words in ROW.findall((ROOT / "docs" / "configuration_keys.md").read_text("utf-8"))
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_code_spans_that_set_a_key_have_one_of_its_values(page: Path) -> None:
+    """`replay.mode = "r3"`: of keys whose type is a list of words."""
+    spans = re.findall(r'`([a-z_.]+) = "([^"`]*)"`', prose(page))
+    assert len(CHOICES) > 20
+    assert [(key, value) for key, value in spans if key in CHOICES and value not in CHOICES[key]] == []

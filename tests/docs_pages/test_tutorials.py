@@ -1,4 +1,5 @@
-"""The tutorials, command by command, as a reader runs them: every block of their pages, in order.
+"""The tutorials, command by command, as a reader runs them: every block of their pages, in order. Of the other pages
+the commands that need no other machine, on tiny models with one step.
 
 Why it must hold: the tutorial is the first thing that is tried. What is asserted beside "every command succeeds" is
 what the page promises: the reward rises. Not covered: figures of the pages; `curl`, in whose place Python sends the
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import ROOT, Block, blocks
+from tests.support.pages import PAGES, ROOT, Block, blocks, commands
 
 LIMIT_S = 900.0  # of one command
 pytestmark = [pytest.mark.slow, pytest.mark.long(beside="tests/docs_pages/test_docs_snippets.py")]
@@ -110,3 +111,41 @@ def test_the_tutorial_with_a_tool(reader: Reader) -> None:
     first, last = rows[1:6], rows[-5:]
     assert mean(last, "rollout/reward/called/mean") > mean(first, "rollout/reward/called/mean") + 0.2
     assert mean(last, "rollout/reward/mean") > mean(first, "rollout/reward/mean") + 0.2
+
+
+TINY, LARGE = "configs/tiny.toml", "configs/qwen3_30b_a3b.toml"
+ELSEWHERE = ("/opt/", "HEAD:", "http", "org/", "--key-file", "HF_DIR", "MEGATRON_DIR", "FILE", "DIR", "sglang")
+FEW = ("train.steps=1", "train.groups_per_step=8", "model.make.max_steps=2", "model.make.check_every=1")
+
+
+def named(words: list[str]) -> str:
+    """With a configuration in the place of CONFIG: one for GPUs where nothing is started."""
+    config = LARGE if words[1] in ("plan", "simulate") else TINY
+    return " ".join({"CONFIG": config, "RUN": "runs/other"}.get(word, word) for word in words)
+
+
+def of_other_pages() -> list[str]:
+    """Commands that the pages show with values, each once."""
+    found = []
+    for page in PAGES:
+        if page.parent.name in ("recipes", "start") or page.parent == ROOT:
+            continue
+        for block in blocks(page):
+            if "[--" not in block.text:
+                found += [named(one.split()) for one in commands(block.text)]
+    return [one for one in dict.fromkeys(found) if not any(word in one for word in ELSEWHERE)]
+
+
+def test_commands_of_the_other_pages(reader: Reader) -> None:
+    lines = of_other_pages()
+    programs = {" ".join(line.split()[1:2]) for line in lines}
+    assert {"train", "plan", "simulate", "doctor", "verify"} <= programs
+    few = "".join(f" --set {setting}" for setting in FEW)
+    reader.run(f"miles-like train configs/tiny.toml --run-dir runs/demo{few}", background=False)
+    for line in lines:
+        small = few if line.startswith("miles-like train") else ""
+        if "tiny_opd" in line:
+            small += " --set distillation.teachers.clean.make.max_steps=2"
+        if line.startswith("miles-like verify"):
+            small = " --prompts 4 --set model.make.max_steps=2 --set model.make.check_every=1"
+        reader.run(f"{line}{small}", background=False)

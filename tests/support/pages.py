@@ -68,6 +68,16 @@ def _blocks(page: Path) -> Iterator[Block]:
             inside, info, begun = [], fence[1].strip(), number
 
 
+def commands(text: str) -> Iterator[str]:
+    """`miles-like ...` of a block, continued lines joined, comments and the brackets of a synopsis removed."""
+    for line in text.replace("\\\n", " ").splitlines():
+        for one in re.split(r"\s{2,}(?=miles-like )", line.strip()):
+            if one.startswith("miles-like "):
+                one = re.sub(r"\s#.*$", "", one)
+                one = re.sub(r"\.\.\.|\s[&>].*$", " ", one)
+                yield re.sub(r"[\[\]]|\s\\?\|\s", " ", one)
+
+
 def prose(page: Path) -> str:
     """The page without its fenced blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
