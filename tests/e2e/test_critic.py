@@ -1,7 +1,7 @@
 """A run with every part that speaks before advantages: a critic, a reference that moves, a filter, penalties.
 
-It goes on from a checkpoint as if it had never stopped. Not covered: that a critic helps (docs/studies/algorithms.md), a
-process that is killed (test_faults.py).
+It goes on from a checkpoint as if it had never stopped. Not covered: that a critic helps
+(docs/studies/algorithms.md), a process that is killed (test_faults.py).
 """
 
 from __future__ import annotations
