@@ -58,13 +58,16 @@ def output(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="print errors alone")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="print only errors")] = False,
     log_level: Annotated[
-        str, typer.Option("--log-level", metavar="LEVEL", help=f"of this process: {', '.join(LOG_LEVELS)}")
+        str, typer.Option("--log-level", metavar="LEVEL", help=f"{', '.join(LOG_LEVELS[:-1])} or {LOG_LEVELS[-1]}")
     ] = "warning",
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="print mismatch, tokens per second and phase times with each step")
+    ] = False,
 ) -> None:
     with one_sentence():
-        set_output(quiet=quiet, log_level=log_level)
+        set_output(quiet=quiet, log_level=log_level, verbose=verbose)
 
 
 def main() -> None:

@@ -10,22 +10,29 @@ from rich.console import Console
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
 
+PIPE_WIDTH = 4096  # columns where the output is no terminal: no table is wrapped
+
 _quiet = False
 
 
-def set_output(*, quiet: bool, log_level: str) -> None:
-    """Of this process: ranks and servers write to the logs of the run directory. Raises ValueError for a level that is
-    not in LOG_LEVELS."""
+def set_output(*, quiet: bool, log_level: str, verbose: bool = False) -> None:
+    """Of this process: ranks and servers write to the logs of the run directory. verbose: at least level info for the
+    loggers of this project. Raises ValueError for a level that is not in LOG_LEVELS."""
     global _quiet
     if log_level not in LOG_LEVELS:
         raise ValueError(f"--log-level {log_level!r}: give one of {', '.join(LOG_LEVELS)}")
     _quiet = quiet
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s", force=True)
+    logging.getLogger("miles_like").setLevel(logging.INFO if verbose and log_level != "debug" else logging.NOTSET)
 
 
 def console(**options: Any) -> Console:
-    """A console for what a command prints; after `--quiet` silent, except on stderr."""
-    return Console(quiet=_quiet and not options.get("stderr"), **options)
+    """A console for what a command prints, as wide as its lines unless it is a terminal; after `--quiet` silent, except
+    on stderr."""
+    made = Console(quiet=_quiet and not options.get("stderr"), **options)
+    if not made.is_terminal and "width" not in options:
+        made.width = PIPE_WIDTH
+    return made
 
 
 def echo(text: object) -> None:

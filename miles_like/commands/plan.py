@@ -50,7 +50,7 @@ def plan(
         for file in (json, write):
             if file is not None:
                 check_writable(file)
-        out = console(width=None if console().is_terminal else _WIDE)
+        out = console()
         if search:
             how = SearchOptions(nodes=nodes, by=by, formats=formats)
             fits = search_layouts(loaded, given, asked, how, out, json=json, write=write)
@@ -58,9 +58,6 @@ def plan(
             fits = plan_run(loaded, asked, out, json=json)
     if not fits:
         raise typer.Exit(1)
-
-
-_WIDE = 200  # columns of a table in a file
 
 
 def _check_search(search: bool, options: Mapping[str, object]) -> None:

@@ -142,8 +142,8 @@ async def evaluate(
 class Evaluator:
     """Evaluates published weights on the held-out sets of a run, which `engines` answer.
 
-    every: steps between two evaluations; 0: only before the first and after the last step. seed: of the run. alone,
-    runner, lost: as in `answers`.
+    every: steps between two evaluations, besides those before the first and after the last step; 0: never. seed: of
+    the run. alone, runner, lost: as in `answers`.
     """
 
     engines: Sequence[Examined]
@@ -158,10 +158,13 @@ class Evaluator:
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether weights are evaluated after `step` steps."""
-        return last or bool(self.every and step % self.every == 0)
+        return bool(self.every) and (last or step % self.every == 0)
 
     async def figures(self, version: int) -> dict[str, float]:
-        """`eval/{set}/...` of the weights on the servers, which must be `version`. Raises as `answers`."""
+        """`eval/{set}/...` of the weights on the servers, which must be `version`; empty with `every` = 0. Raises as
+        `answers`."""
+        if not self.every:
+            return {}
         self.progress.phase(version, "evaluate")
         params = dataclasses.replace(self.params, sampling_seed=seed_of(self.seed, f"eval {version}"))
         return await evaluate(

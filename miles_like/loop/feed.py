@@ -13,6 +13,7 @@ from miles_like.report.progress import PhaseBar
 from miles_like.stopping import StopRequest
 
 NO_MORE = "the prompts ended"
+SHOWN_EVERY_S = 1.0  # the number of complete groups
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +46,9 @@ class Feed:
         taking = asyncio.create_task(self.buffer.take(needed, version=step))
         stopping = asyncio.create_task(self.stop.wait())
         try:
-            await asyncio.wait({taking, stopping, producer}, return_when=asyncio.FIRST_COMPLETED)
+            waits = {taking, stopping, producer}
+            while not (await asyncio.wait(waits, timeout=SHOWN_EVERY_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+                self.progress.groups(self.producer.complete, needed)
             if producer.done():
                 producer.result()
                 if not taking.done() and self.buffer.enough(needed, version=step):

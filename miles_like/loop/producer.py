@@ -55,6 +55,7 @@ class GroupSampler(Protocol):
 class _Round:
     number: int  # part of the sampling seeds
     group_ids: dict[int, Prompt]  # not yet decided
+    ended: int = 0  # of these, groups that are scored
 
 
 @dataclass(kw_only=True)
@@ -101,6 +102,11 @@ class Producer:
         """Bound on outstanding groups, where prompts are admitted freely."""
         share = self.buffer.max_staleness if self.over_sampling is None else self.over_sampling
         return math.ceil(self.groups * (1 + share))
+
+    @property
+    def complete(self) -> int:
+        """Groups that are scored and wait for a step, or for the end of their round."""
+        return len(self.buffer) + sum(r.ended for r in self._rounds.values())
 
     @property
     def drained(self) -> bool:
@@ -205,6 +211,7 @@ class Producer:
             async for place, group in groups:
                 if self.in_steps and not self.early_abort:
                     done[group_ids[place]] = group
+                    round_.ended = len(done)
                     continue
                 timed()  # belongs to the step that the group may fill
                 await self._decide(round_, {group_ids[place]: group})
@@ -212,6 +219,7 @@ class Producer:
                     break
         if not self.early_abort:
             timed()
+        round_.ended = 0
         await self._decide(round_, dict(sorted(done.items())))
         if round_.group_ids:
             await self.sampler.abort()

@@ -79,11 +79,12 @@ class Recorder:
     episodes: bool = False  # whether samples have turns
     turns: TurnTimes | None = None  # None: servers and trainer do not take turns
     tokens_total: int = 0  # response tokens trained since the run began
+    earlier_s: float = 0.0  # `wall_s` of the row that the run resumes after
     started: float = field(default_factory=time.perf_counter)
 
     def start(self) -> None:
-        """Start the clock of the metric `wall_s`."""
-        self.started = time.perf_counter()
+        """Start the clock of the metric `wall_s`, which goes on where the run was saved."""
+        self.started = time.perf_counter() - self.earlier_s
 
     def begin(self, step: int) -> StepRecord:
         return StepRecord(step=step, progress=self.progress)

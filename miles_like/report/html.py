@@ -10,7 +10,7 @@ from pathlib import Path
 
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.limits.regular_files import MIB, check_inside, parse_json, read_own, replace_bytes
-from miles_like.report.sinks import first_last_best, headline_keys
+from miles_like.report.console import first_last_best, reported_keys
 
 SHOWN_SAMPLES = 8
 METRICS_BYTES, ROLLOUTS_BYTES, CONFIG_BYTES = 512 * MIB, 1024 * MIB, 16 * MIB  # largest file that is read
@@ -129,7 +129,7 @@ def _subtitle(rows: Sequence[Mapping[str, float]]) -> str:
 
 def _figures(rows: Sequence[Mapping[str, float]]) -> str:
     out = ['<table><tr><th>metric</th><th class="n">first</th><th class="n">last</th><th class="n">best</th></tr>']
-    for key in headline_keys(rows):
+    for key in reported_keys(rows):
         found = first_last_best(rows, key)
         if found is not None:
             cells = "".join(f'<td class="n">{"" if v is None else f"{v:.4g}"}</td>' for v in found)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from miles_like.types import Finish, Sample, SampleGroup
 
+RIGHT = 1.0  # the reward from which an answer counts as right
+
 # metrics that differ between two runs with the same bits
 TIMINGS = ("wall_s", "perf/", "sync/seconds")
 
@@ -35,6 +37,7 @@ def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str,
     return {
         "rollout/reward/mean": statistics.fmean(flat),
         "rollout/reward/std": statistics.pstdev(flat),
+        "rollout/accuracy": statistics.fmean(r >= RIGHT for r in flat),
         **{f"rollout/reward/{name}/mean": statistics.fmean(values) for name, values in parts.items()},
         "rollout/len/mean": statistics.fmean(s.response_len for s in samples),
         "rollout/empty_frac": statistics.fmean(s.response_len == 0 for s in samples),
@@ -91,7 +94,7 @@ def powers_up_to(k: int) -> list[int]:
     return sorted({1 << i for i in range(k.bit_length())} | {k})
 
 
-def eval_metrics(groups: Sequence[SampleGroup], *, name: str, k: int, right: float = 1.0) -> dict[str, float]:
+def eval_metrics(groups: Sequence[SampleGroup], *, name: str, k: int, right: float = RIGHT) -> dict[str, float]:
     """Metrics of `k` answers to each prompt: `eval/{name}/avg@k`, the mean over prompts of the mean reward of their
     answers, and, when k > 1, `pass@j` for j = 1, 2, 4, ... k.
 

@@ -1,17 +1,14 @@
-"""Metric sinks: a JSON lines file, TensorBoard, the console."""
+"""Metric sinks: a JSON lines file, TensorBoard. The console's is in console.py."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
-from miles_like.config.sections.metric_direction import better
 from miles_like.protocols import MetricSink
 from miles_like.storage.appended_file import AppendedFile
 
@@ -66,92 +63,3 @@ class MultiSink:
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
-
-
-class ConsoleSink:
-    """One compact line per step, and a table of first, last and best values when closed. Plain text without a
-    terminal."""
-
-    def __init__(self, *, steps: int, console: Console | None = None) -> None:
-        self._steps = steps
-        self._console = console or Console(highlight=False)
-        self._rows: list[Mapping[str, float]] = []
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._rows.append(dict(metrics))
-        # soft_wrap: a line cut to the guessed width of a log file would lose values
-        self._console.print(self._line(step, metrics), soft_wrap=True)
-
-    def close(self) -> None:
-        if self._rows:
-            self._console.print(summary_table(self._rows))
-
-    def _line(self, step: int, m: Mapping[str, float]) -> str:
-        width = len(str(self._steps))
-        parts = [f"[bold]step {step:>{width}}/{self._steps}[/bold]"]
-        if "rollout/reward/mean" in m:
-            parts.append(f"reward [green]{m['rollout/reward/mean']:.3f}[/green]")
-        elif "train/loss" in m:
-            parts.append(f"loss [green]{m['train/loss']:.4f}[/green]")
-        shown = [k for k in m if k.startswith("eval/") and (m[k] or not k.endswith("/unscored_frac"))]
-        parts += [f"{k.removeprefix('eval/')} [bold green]{m[k]:.3f}[/bold green]" for k in shown]
-        if "mismatch/kl" in m:
-            worst = m.get("mismatch/logprob_abs_diff_max")
-            parts.append(f"mismatch kl {m['mismatch/kl']:.1e}" + (f" max {worst:.1e}" if worst is not None else ""))
-        speed = [
-            f"{name} {_thousands(m[key])}"
-            for name, key in (("rollout", "perf/tokens_per_s_rollout"), ("train", "perf/tokens_per_s_train"))
-            if key in m
-        ]
-        if speed:
-            parts.append("tok/s " + " ".join(speed))
-        phases = [
-            f"{name} {m[f'perf/{name}_s']:.2f}" for name in ("rollout", "train", "publish") if f"perf/{name}_s" in m
-        ]
-        if phases:
-            parts.append("s " + " ".join(phases))
-        return "  ".join(parts)
-
-
-def _thousands(value: float) -> str:
-    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
-
-
-def first_last_best(rows: Sequence[Mapping[str, float]], key: str) -> tuple[float, float, float | None] | None:
-    """First, last and best finite value of a key over a run's rows; best is None for a key without a better
-    direction."""
-    values = [r[key] for r in rows if r.get(key) is not None and math.isfinite(r[key])]
-    if not values:
-        return None
-    sign = better(key)
-    return values[0], values[-1], (max(values) if sign > 0 else min(values)) if sign else None
-
-
-def headline_keys(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """The keys that the summary table shows, in its order."""
-    found = dict.fromkeys(k for row in rows for k in row)
-    order = (
-        "rollout/reward/",
-        "eval/",
-        "preference/",
-        "rollout/",
-        "train/entropy",
-        "train/grad_norm",
-        "mismatch/",
-        "routing/",
-        "async/",
-        "perf/",
-    )
-    return list(dict.fromkeys(k for prefix in order for k in found if k.startswith(prefix)))
-
-
-def summary_table(rows: Sequence[Mapping[str, float]]) -> Table:
-    table = Table(title=f"{len(rows)} steps")
-    table.add_column("metric")
-    for name in ("first", "last", "best"):
-        table.add_column(name, justify="right")
-    for key in headline_keys(rows):
-        found = first_last_best(rows, key)
-        if found is not None:
-            table.add_row(key, *("" if v is None else f"{v:.4g}" for v in found))
-    return table

@@ -100,6 +100,7 @@ async def _loop(
             ),
             progress=progress,
             eval_every=c.eval.every,
+            earlier_s=files.earlier_s,
         )
         freeze_gc()
         try:

@@ -340,6 +340,7 @@ class TrainingRun:
             curriculum=self.prompts.source,
             episodes=c.rollout.has_episode_runner,
             turns=None if self._taking is None else self._taking.turns,
+            earlier_s=self.files.earlier_s,
         )
         feed = self.feed(engine, partial, recorder, teachers)
         state = LoopState(source=self.prompts.source, feed=feed, recorder=recorder, partial=partial, known=checks.known)

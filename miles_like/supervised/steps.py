@@ -90,8 +90,9 @@ class ExampleFeed:
 
 @dataclass(kw_only=True)
 class SupervisedLoop:
-    """The training loop of one run. held_out: set name -> batch. eval_every: steps between two evaluations; 0: only
-    before the first and after the last step."""
+    """The training loop of one run. held_out: set name -> batch. eval_every: steps between two evaluations, besides
+    those before the first and after the last step; 0: never. earlier_s: `wall_s` of the row that the run resumes
+    after."""
 
     trainer: Trainer
     feed: ExampleFeed
@@ -102,11 +103,12 @@ class SupervisedLoop:
     saver: Saver
     progress: PhaseBar
     eval_every: int
+    earlier_s: float = 0.0
 
     async def run(self, *, first: int, steps: int) -> int:
         """Runs steps first .. steps - 1; step s trains on weight version s and ends in version s + 1. On a stop request
         it saves the step that it has trained and raises Stopped. Returns the steps done."""
-        started = time.perf_counter()
+        started = time.perf_counter() - self.earlier_s
         self.saver.begin(first)
         self.saver.deadline.note()
         if not first:  # a resumed run has written this row
@@ -124,7 +126,7 @@ class SupervisedLoop:
             metrics["perf/train_s"] = train_s
             metrics.pop("routing/replay_coverage", None)  # there are no routes to replay
             done, last = step + 1, step + 1 == steps
-            if last or (self.eval_every and done % self.eval_every == 0):
+            if self.eval_every and (last or done % self.eval_every == 0):
                 metrics |= await self._evaluate(done)
             now = time.perf_counter()
             metrics |= {"perf/step_s": now - began, "wall_s": now - started}
@@ -133,5 +135,7 @@ class SupervisedLoop:
         return await self.saver.end(steps)
 
     async def _evaluate(self, version: int) -> Mapping[str, float]:
+        if not self.eval_every:
+            return {}
         self.progress.phase(version, "evaluate")
         return await held_out_metrics(self.trainer, self.held_out)

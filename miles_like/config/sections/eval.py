@@ -54,7 +54,8 @@ class EvalSet(Section):
 
 
 class EvalConfig(Section):
-    every: int = Field(25, ge=0)  # 0: only before the first and after the last step
+    # steps between two evaluations, besides those before the first and after the last step; 0: never
+    every: int = Field(25, ge=0)
     samples: int = Field(1, ge=1)  # k of avg@k and pass@k: sampled answers per prompt
     greedy: bool = True  # also one greedy answer per prompt; with samples = 1 it is the only answer
     temperature: float | None = Field(None, gt=0)  # of sampled answers; None: rollout.temperature

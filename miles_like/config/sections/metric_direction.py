@@ -5,6 +5,7 @@ from __future__ import annotations
 # Prefixes of metrics with a better direction, for "best" in tables; other metrics have none.
 HIGHER_IS_BETTER = (
     "rollout/reward/mean",
+    "rollout/accuracy",
     "eval/",
     "preference/accuracy",
     "preference/margin",

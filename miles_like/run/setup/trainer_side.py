@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,9 @@ from miles_like.checkpoint.resume_check import resume_differences
 from miles_like.checkpoint.run_state import RunState
 from miles_like.checkpoint.writer import CONFIG, FILES, KEPT, RunCheckpoints
 from miles_like.protocols import TrainerRanks
-from miles_like.report.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
+from miles_like.report.console import ConsoleSink
+from miles_like.report.html import read_metrics
+from miles_like.report.sinks import JsonlSink, MultiSink, TensorboardSink
 from miles_like.report.speed import SpeedMeter
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.storage.appended_file import AppendedFile, truncate_all
@@ -92,6 +94,12 @@ class RunFiles:
         self.plan, self.console = plan, console
         self.best = KeptBest(plan.config.checkpoint.keep_best)
         self.appended: dict[str, AppendedFile] = {}  # name -> file: cut back where a run resumes
+        self.earlier: Sequence[Mapping[str, float]] = ()  # rows of metrics.jsonl before the checkpoint of `resume`
+
+    @property
+    def earlier_s(self) -> float:
+        """`wall_s` of the checkpoint that the run resumes from."""
+        return next((row["wall_s"] for row in reversed(self.earlier) if "wall_s" in row), 0.0)
 
     def resume(self) -> Resumed | None:
         """The latest checkpoint; None where there is none: the run then begins from its first step.
@@ -115,6 +123,8 @@ class RunFiles:
             self.console.print(line, markup=False, soft_wrap=True)
         self.best.restore(parts[KEPT])
         truncate_all(plan.run_dir, parts[FILES])
+        if (rows := plan.run_dir / METRICS).exists() and rows.stat().st_size:
+            self.earlier = read_metrics(rows)
         return resumed
 
     def sink(self, first: int = 0) -> MultiSink:
@@ -127,7 +137,12 @@ class RunFiles:
                 rows,
                 TensorboardSink(self.plan.run_dir / "tensorboard", first=first),
                 self.best,
-                ConsoleSink(steps=self.plan.config.train.steps, console=self.console),
+                ConsoleSink(
+                    steps=self.plan.config.train.steps,
+                    console=self.console,
+                    rows=self.earlier,
+                    run_dir=self.plan.run_dir,
+                ),
             ]
         )
 

@@ -225,7 +225,7 @@ class Attempt:
         await asyncio.gather(*(server.resume(self.state.step) for server in self.servers))
 
     async def _evaluate(self, step: int) -> None:
-        if not self.assumed.evaluated:
+        if not (self.assumed.evaluated and self.settings.eval_every):
             return
         with self.trainer.phase("evaluate"):
             await self.turns.serving()

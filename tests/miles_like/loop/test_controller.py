@@ -191,6 +191,16 @@ def test_in_lockstep_versions_follow_from_the_order_of_admission(k: int) -> None
     assert plain[0] == plain[1]
 
 
+def test_the_clock_of_a_resumed_run_goes_on_where_it_was_saved() -> None:
+    """Each process by itself would report the time of its own steps only."""
+    world = World()
+    made: Any = {"sink": cast(Any, world), "ledger": Ledger(None), "progress": PhaseBar(4, Console(quiet=True))}
+    recorder = Recorder(**made, earlier_s=1000.0)
+    recorder.start()
+    recorder.write_end(3, {})
+    assert 1000.0 <= world.rows[-1][1]["wall_s"] < 1100.0
+
+
 def test_what_a_full_step_gave_up_is_aborted_before_anybody_is_examined() -> None:
     """To abort is to abort all that a server has: it would cut answers of an evaluation that has begun."""
     world = World()

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from miles_like.config.load import dump_config, load_config
 from miles_like.config.sections.eval import EvalSet
-from miles_like.loop.evaluation import Answers, HeldOut, evaluate
+from miles_like.loop.evaluation import Answers, Evaluator, HeldOut, evaluate
+from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import scored_by
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, ServerLost
 from tests.support.fakes import FakeEngine, make_prompt
@@ -118,6 +120,18 @@ def test_a_server_that_does_not_answer_is_left_to_the_next_publication_if_that_r
         _evaluated([Dead(), Cached()], HELD)
     with refuses(ServerLost, "http://a"):
         _evaluated([Dead()], HELD, lost=lost.append)
+
+
+@pytest.mark.parametrize(("every", "due"), [(0, []), (1, [1, 2, 3]), (2, [2, 3]), (9, [3])])
+def test_an_interval_of_zero_is_never(every: int, due: list[int]) -> None:
+    """Neither at the beginning nor at the end; any other interval has both."""
+    engine, progress = Cached(version=7), PhaseBar(3, Console(quiet=True))
+    sets = [HeldOut(config=HELD, prompts=[make_prompt("p")], reward=scored_by(_right_if_first))]
+    how: Any = {"engines": [engine], "sets": sets, "params": PARAMS, "seed": 0, "alone": True, "progress": progress}
+    evaluator = Evaluator(**how, every=every)
+    assert [s for s in (1, 2, 3) if evaluator.due(s, last=s == 3)] == due
+    figures = asyncio.run(evaluator.figures(7))
+    assert bool(figures) == bool(engine.generated) == bool(every)
 
 
 def test_no_sets_are_no_metrics() -> None:

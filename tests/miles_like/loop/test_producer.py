@@ -94,6 +94,22 @@ async def one_step(source: Source) -> tuple[list[str], dict[str, float]]:
     return [t.group.prompt.id for t in taken], total(t.stats for t in taken).metrics()
 
 
+@pytest.mark.parametrize("k", [0, 2])
+def test_groups_that_are_complete_are_counted_before_their_round_is(k: int) -> None:
+    """An hour of sampling would otherwise look like nothing. With k = 0 a round is decided as a whole."""
+    source = Source(lambda i: [0.0, 1.0], groups=4, k=k, steps=1)
+    source.late = {"2"}
+
+    async def body(s: Source) -> list[int]:
+        await asyncio.sleep(0.01)
+        before = s.producer.complete
+        s.held.set()
+        await asyncio.sleep(0.01)
+        return [before, s.producer.complete]
+
+    assert source.run(body) == [3, 4]
+
+
 def equal(group: SampleGroup) -> str | None:
     return "equal rewards" if len(set(group.rewards)) < 2 else None
 

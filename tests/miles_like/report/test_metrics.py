@@ -6,7 +6,6 @@ A wrong figure misleads quietly, and a nan must stay visible. Not covered: how t
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import json
 import math
@@ -17,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from miles_like.config.sections.metric_direction import better
@@ -29,7 +27,7 @@ from miles_like.report.metrics import (
     turn_metrics,
     write_rollouts,
 )
-from miles_like.report.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
+from miles_like.report.sinks import JsonlSink, MultiSink, TensorboardSink
 from miles_like.types import Finish
 from tests.support.made_samples import group, rewarded, sample
 from tests.support.refusals import refuses
@@ -46,6 +44,7 @@ def test_rollout_figures_by_hand():
         {
             "rollout/reward/mean": 3 / 8,
             "rollout/reward/std": math.sqrt(15 / 64),
+            "rollout/accuracy": 3 / 8,
             "rollout/len/mean": (6 * 3 + 9) / 8,
             "rollout/empty_frac": 1 / 8,
             "rollout/truncated_frac": 1 / 8,
@@ -188,35 +187,6 @@ def test_tensorboard_shows_no_point_of_a_resumed_run_twice(tmp_path: Path) -> No
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2)]
-
-
-def test_console_writes_one_plain_line_a_step_and_a_table():
-    out = io.StringIO()
-    sink = ConsoleSink(steps=20, console=Console(file=out, width=80, highlight=False))
-    sink.write(0, {"eval/tiny/avg@1": 0.3})
-    figures = {
-        "rollout/reward/mean": 0.25,
-        "eval/tiny/avg@1": 0.5,
-        "mismatch/kl": 1e-6,
-        "mismatch/logprob_abs_diff_max": 1e-3,
-        "perf/tokens_per_s_rollout": 12345.0,
-        "perf/tokens_per_s_train": 678.0,
-        "perf/rollout_s": 1.0,
-        "perf/train_s": 2.0,
-        "perf/publish_s": 0.5,
-    }
-    sink.write(1, figures)
-    lines = out.getvalue().splitlines()
-    assert lines == [
-        "step  0/20  tiny/avg@1 0.300",
-        "step  1/20  reward 0.250  tiny/avg@1 0.500  mismatch kl 1.0e-06 max 1.0e-03  "
-        "tok/s rollout 12.3k train 678  s rollout 1.00 train 2.00 publish 0.50",
-    ]
-    sink.close()
-    assert "\x1b" not in out.getvalue()
-    table = out.getvalue()
-    row = next(line for line in table.splitlines() if "eval/tiny/avg@1" in line)
-    assert [c.strip() for c in row.split("│")[2:5]] == ["0.3", "0.5", "0.5"]
 
 
 def test_multi_sink_reaches_all(tmp_path):

@@ -180,7 +180,7 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
     assert asked == [8]
 
 
-FILES = {METRICS: '{"step": %d}\n', LEDGER: '{"step":%d,"tickets":0}\n'}
+FILES = {METRICS: '{"step": %d, "wall_s": 8.5}\n', LEDGER: '{"step":%d,"tickets":0}\n'}
 DAMAGES = {
     "short": lambda path: path.write_bytes(path.read_bytes()[:10]),
     "other bytes": lambda path: path.write_text(path.read_text().replace("1", "7", 1)),
@@ -217,7 +217,7 @@ def test_files_that_are_not_the_run_s_are_named_and_all_stays_as_it_is(tmp_path:
     with refuses(ValueError, name, "--fresh"):
         damaged.resume()
     assert before == {p: p.read_bytes() for p in damaged.plan.run_dir.rglob("*") if p.is_file()}
-    assert made.resume() is not None
+    assert made.earlier_s == 0.0 and made.resume() is not None and made.earlier_s == 8.5
     assert {name: (tmp_path / name).read_text() for name in FILES} == {name: row % 1 for name, row in FILES.items()}
 
 

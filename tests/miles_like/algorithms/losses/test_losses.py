@@ -7,7 +7,6 @@ Equality with trl: test_trl.py. Not covered: the trainer's sum over micro-batche
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import pickle
@@ -16,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from ray import cloudpickle
-from rich.console import Console
 
 from miles_like.algorithms.losses.cispo import CispoLoss
 from miles_like.algorithms.losses.clipped import ClippedLoss
@@ -29,7 +27,7 @@ from miles_like.algorithms.terms.kl import kl_estimate
 from miles_like.algorithms.terms.mismatch import finish
 from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, RolloutAlgorithm
 from miles_like.config.sections.flat import names_of, parts_of
-from miles_like.report.sinks import ConsoleSink
+from miles_like.report.console import step_line
 from miles_like.types import REFERENCE, RETURNS, VALUES, LossInputs
 from tests.support.refusals import refuses
 
@@ -328,9 +326,8 @@ def test_a_loss_of_one_s_own_reports_the_mismatch_too(name):
     assert torch.equal(loss, -rest["advantages"] * new)
     wanted = {k: value(s) for k, s in builtin.items() if k.startswith("mismatch/")}
     assert len(wanted) > 10 and {k: value(s) for k, s in stats.items()} == wanted
-    console = Console(width=200, record=True, file=io.StringIO())
-    ConsoleSink(steps=1, console=console).write(1, finish({k: value(s) for k, s in stats.items()}))
-    assert f"mismatch kl {wanted['mismatch/kl']:.1e}" in console.export_text()
+    row = {"step": 1.0, **finish({k: value(s) for k, s in stats.items()})}
+    assert f"mismatch kl {wanted['mismatch/kl']:.1e}" in "".join(step_line([row], steps=1, verbose=True))
 
 
 @pytest.mark.parametrize("kind", LOSSES)

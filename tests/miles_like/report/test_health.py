@@ -1,0 +1,112 @@
+"""The warnings of a run, on planted series.
+
+Why it must hold: a run that learns nothing costs as much as one that learns, and a false alarm teaches users to skip
+the true ones. Not covered: whether the thresholds fit a task unlike the tiny one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from miles_like.report.health import CHECKS, FLAT_STEPS, Warner, warnings
+
+Row = dict[str, float]
+
+
+def series(steps: int, **columns: Callable[[int], float]) -> list[Row]:
+    names = {"reward": "rollout/reward/mean", "std": "rollout/reward/std", "entropy": "train/entropy"}
+    names |= {"equal": "rollout/zero_std_group_frac", "cut": "rollout/truncated_frac", "right": "rollout/accuracy"}
+    rows = [{"step": float(i), **{names[k]: of(i) for k, of in columns.items()}} for i in range(1, steps + 1)]
+    return [{"step": 0.0, "eval/heldout/avg@1": 0.2}, *rows]
+
+
+def learning(seed: int, steps: int = 100) -> list[Row]:
+    """A run of the tiny task as docs/algorithms.md shows it: reward .18 -> .39 in 25 steps, .46 at 100, entropy .80 ->
+    .48, with the noise of 64 prompts a step."""
+    noise = random.Random(seed)
+    curve = [(0, 0.18), (25, 0.39), (50, 0.42), (75, 0.44), (100, 0.46)]
+
+    def reward(i: int) -> float:
+        (a, x), (b, y) = next((p, q) for p, q in itertools.pairwise(curve) if i <= q[0])
+        return x + (y - x) * (i - a) / (b - a) + noise.gauss(0, 0.05)
+
+    return series(
+        steps,
+        reward=reward,
+        std=lambda i: 0.49,
+        entropy=lambda i: 0.8 - 0.0032 * i + noise.gauss(0, 0.03),
+        equal=lambda i: 0.2 + noise.uniform(0, 0.2),
+        cut=lambda i: noise.uniform(0, 0.1),
+    )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_run_that_learns_is_not_warned_of(seed: int) -> None:
+    rows = learning(seed)
+    assert not [warnings(rows[:n]) for n in range(1, len(rows) + 1) if warnings(rows[:n])]
+
+
+def test_entropy_that_fell_by_nine_tenths() -> None:
+    rows = series(40, entropy=lambda i: 1.2 * math.exp(-i / 10))
+    first = next(n for n in range(1, len(rows)) if warnings(rows[:n]))
+    assert list(warnings(rows[:first])) == ["entropy-collapse"]
+    assert (
+        sum(r["train/entropy"] for r in rows[first - 3 : first])
+        <= 0.1 * sum(r["train/entropy"] for r in rows[1:4])
+        < sum(r["train/entropy"] for r in rows[first - 4 : first - 1])
+    )
+    assert "90%" in warnings(rows[:first])["entropy-collapse"] or "91%" in warnings(rows[:first])["entropy-collapse"]
+    assert not warnings(series(40, entropy=lambda i: 1.2 - 1.0 * i / 40))  # by 83 %
+
+
+def test_groups_that_are_all_equal_three_times() -> None:
+    def equal(ones: set[int]) -> list[Row]:
+        return series(6, equal=lambda i: 1.0 if i in ones else 0.98)
+
+    assert list(warnings(equal({4, 5, 6}))) == ["all-groups-equal"]
+    assert not warnings(equal({1, 2, 3, 5, 6})) and not warnings(equal({6}))
+
+
+def test_samples_that_are_truncated() -> None:
+    assert list(warnings(series(5, cut=lambda i: 0.3))) == ["truncated-answers"]
+    assert "42%" in warnings(series(9, cut=lambda i: 0.42))["truncated-answers"]
+    assert not warnings(series(4, cut=lambda i: 1.0)) and not warnings(series(30, cut=lambda i: 0.29))
+    assert not warnings(series(30, cut=lambda i: 0.6 if i % 5 == 0 else 0.1))  # single steps
+
+
+def test_a_reward_that_stays_where_it_is() -> None:
+    def flat(**columns: Callable[[int], float]) -> list[str]:
+        return list(warnings(series(FLAT_STEPS, **{"reward": lambda i: 0.3, **columns})))
+
+    noise = random.Random(0)
+    assert flat() == flat(reward=lambda i: 0.0) == flat(reward=lambda i: 0.5 - i / 200) == ["flat-reward"]
+    assert flat(reward=lambda i: 0.3 + noise.gauss(0, 0.005), std=lambda i: 0.45) == ["flat-reward"]
+    assert flat(reward=lambda i: -5.0) == ["flat-reward"]
+    assert not flat(reward=lambda i: 0.3 + 0.001 * i, std=lambda i: 0.45)  # slow, but it rises: 11 % of the deviation
+    assert not flat(reward=lambda i: 0.3 + noise.gauss(0, 0.1), std=lambda i: 0.45)  # the noise may hide a rise
+    assert not flat(reward=lambda i: 0.97) and not flat(right=lambda i: 1.0)  # nothing is left to learn
+    assert not warnings(series(FLAT_STEPS - 1, reward=lambda i: 0.3))
+
+
+def test_a_value_that_was_not_measured_or_is_no_number_is_passed_over() -> None:
+    rows = series(60, entropy=lambda i: math.nan, reward=lambda i: math.nan)
+    assert not warnings(rows) and not warnings([]) and not warnings([{"step": 1.0, "train/loss": 2.0}])
+    assert list(warnings([*series(3, equal=lambda i: 1.0), {"step": 4.0}])) == ["all-groups-equal"]
+
+
+def test_a_warning_returns_only_after_fifty_steps_without_it() -> None:
+    warner, begun = Warner(), []
+    rows: list[Row] = []
+    for i in range(1, 200):
+        rows.append({"step": float(i), "rollout/zero_std_group_frac": float(i < 20 or 30 < i < 40 or i > 150)})
+        begun += [i for _ in warner.begun(rows)]
+    assert begun == [3, 153]
+
+
+def test_every_check_has_an_anchor_of_its_own() -> None:
+    assert len(set(CHECKS)) == len(CHECKS) == 4
