@@ -126,7 +126,7 @@ def _module(where: str, *, label: str) -> ModuleType:
         return _of_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
     except FileNotFoundError as e:
         raise ValueError(
-            f"{label}: there is no file {e.filename}; a path starting with ./ is relative to the config file"
+            f"{label}: file not found: {e.filename}; paths starting with ./ are relative to the configuration file"
         ) from e
     except SyntaxError as e:
         raise ValueError(f"{label}: {e.msg} ({e.filename}, line {e.lineno})") from e

@@ -60,7 +60,7 @@ class StopRequest:
 
     def stopped(self, saved: int | None) -> Stopped:
         """The exception to raise after a stop. saved: step of the last complete checkpoint."""
-        how = "nothing is saved yet" if saved is None else f"step {saved} is saved, --resume goes on from it"
+        how = "nothing is saved yet" if saved is None else f"step {saved} is saved, --resume continues from it"
         return Stopped(f"{self.reason}: {how}", self.status)
 
 

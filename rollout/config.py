@@ -83,8 +83,8 @@ class VLLMFlags(Section):
 def _check_interpreter(engine: str, python: str | None) -> None:
     if python is not None and not python.startswith("/"):
         raise ValueError(
-            f"rollout.{engine}.python = {python!r} is no path of an interpreter, the same on every node: "
-            "give an absolute one, or one that starts with ./ and is then relative to its file"
+            f"rollout.{engine}.python = {python!r} is not the path of an interpreter, the same on every node: use "
+            "an absolute path, or one that starts with ./ and is relative to the configuration file"
         )
 
 

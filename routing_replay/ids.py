@@ -40,7 +40,7 @@ def bytes_per_token(*, num_layers: int, moe_layers: int, top_k: int, num_experts
 def payload_line(*, num_layers: int, moe_layers: int, top_k: int, num_experts: int) -> str:
     """`bytes_per_token` as a log line."""
     ours, usual = bytes_per_token(num_layers=num_layers, moe_layers=moe_layers, top_k=top_k, num_experts=num_experts)
-    return f"routes: {ours} B a token, int32 of all layers {usual}"
+    return f"Routing data: {ours} B/token (int32 would need {usual})"
 
 
 def name_layers(layers: Sequence[int]) -> str:

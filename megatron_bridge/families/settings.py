@@ -156,7 +156,7 @@ def grouped_attention(hf: HFConfig, dims: Mapping[str, int]) -> TransformerKeywo
     heads, kv_heads = hf["num_attention_heads"], dims["kv_heads"]
     if heads % kv_heads:
         raise ValueError(
-            f"config.json: num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}"
+            f"config.json: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
         )
     return {
         "num_query_groups": kv_heads,

@@ -76,7 +76,7 @@ def verify_sums(directory: Path, meet: Callable[[], None]) -> None:
             if not (directory / name).is_file():
                 problem = f"{directory / name} is missing"
             elif checksum(directory / name) != digest:
-                problem = f"{directory / name} has other bytes than were written"
+                problem = f"{directory / name} differs from what was written"
     first = next((found for found in gather_after(problem, meet) if found is not None), None)
     if first is not None:
         raise DamagedFileError(f"checkpoint {directory.parent.name} is damaged: {first}")

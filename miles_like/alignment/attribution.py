@@ -310,7 +310,7 @@ def _numerics(s: _State, allowed: Bounds) -> None:
         return
     broken = _beyond(allowed, s.gap)
     causes: list[CauseDetail] = [(Cause.NUMERICS, "; ".join(broken))] if broken else []
-    _note(s, "numerics", "what is left", s.gap, causes, corrected=True)
+    _note(s, "numerics", "unexplained remainder", s.gap, causes, corrected=True)
 
 
 def _beyond(allowed: Bounds, gap: Gap) -> list[str]:

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from miles_like.alignment.report import Report
 
-_REMEDY = "`miles-like verify` attributes the gap step by step; mismatch.check_prompts = 0 starts without this check"
+_REMEDY = "`miles-like verify` diagnoses the difference step by step; mismatch.check_prompts = 0 skips this check"
 
 
 def check_before_start(report: Report, console: Console, seconds: float) -> None:
@@ -17,6 +17,8 @@ def check_before_start(report: Report, console: Console, seconds: float) -> None
         raise ValueError(f"trainer and rollout differ before the first step: {report.sentence()}. {_REMEDY}")
     gap = report.initial_gap
     console.print(
-        f"{'':12}trainer and rollout agree on {gap.tokens} tokens: kl {gap.kl:.1e}, largest difference "
-        f"{gap.largest:.1e} nats, in {seconds:.1f} s"
+        f"{'':12}Log-probability check passed: KL {gap.kl:.1e} over {gap.tokens} tokens, max difference "
+        f"{gap.largest:.2g} nats ({seconds:.1f} s)",
+        highlight=False,
+        soft_wrap=True,
     )

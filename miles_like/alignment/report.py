@@ -255,9 +255,9 @@ class Report:
 
     def table(self) -> Table:
         table = Table(title="Trainer against rollout, step by step", title_justify="left")
-        for name in ("step", "compared"):
+        for name in ("step", "checked"):
             table.add_column(name)
-        for name in ("kl", "after", "mean |Δ|", "max |Δ|"):
+        for name in ("KL before", "KL after", "mean |Δ|", "max |Δ|"):
             table.add_column(name, justify="right")
         table.add_column("verdict")
         for f in self.findings:

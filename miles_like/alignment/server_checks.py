@@ -148,8 +148,8 @@ class RunChecks:
                 return
         raise RuntimeError(
             f"after step {step} trainer and rollout differ: {found[-1].sentence()}. Two comparisons of "
-            f"{self.check_prompts} prompts failed; nothing of this step is saved: `miles-like verify` attributes the "
-            "gap to its causes, --resume goes on from the last checkpoint"
+            f"{self.check_prompts} prompts failed; nothing of this step is saved: `miles-like verify` diagnoses the "
+            "difference, --resume continues from the last checkpoint"
         )
 
     @property
@@ -159,7 +159,7 @@ class RunChecks:
         return self._report if self.replacements is not None and self.replacements.left else None
 
     def _report(self, why: str) -> None:
-        self.console.print(f"{'':12}{why}; what it was asked is asked of others", markup=False, soft_wrap=True)
+        self.console.print(f"{'':12}{why}; its requests go to other servers", markup=False, soft_wrap=True)
 
     async def before_training(self, step: int) -> None:
         """Raises RuntimeError naming server and tensors when a server's weights are not those published last. Checks
@@ -170,9 +170,10 @@ class RunChecks:
             if held is not None and (wrong := differing(self._published, held)):
                 shown = f"{', '.join(wrong[:3])}{', ...' if len(wrong) > 3 else ''}"
                 raise RuntimeError(
-                    f"step {step + 1}: server {client.url} holds other weights than were published to it as version "
-                    f"{step}: {len(wrong)} tensors differ ({shown}). Its samples are not trained: check that machine's "
-                    "memory and what else publishes to the server; --resume continues from the last checkpoint"
+                    f"step {step + 1}: server {client.url} holds different weights from those published to it as "
+                    f"version {step}: {len(wrong)} tensors differ ({shown}). Its samples are not trained: check that "
+                    "machine's memory and what else publishes to the server; --resume continues from the last "
+                    "checkpoint"
                 )
 
     async def _settle(self, step: int, report: PublishReport | None) -> tuple[PublishReport | None, dict[str, float]]:
@@ -224,7 +225,7 @@ class RunChecks:
         if report is not None and report.checksums and joined.checksums and report.checksums != joined.checksums:
             which = ", ".join(differing(report.checksums, joined.checksums)[:3])
             wrong += [
-                ServerFault(url, f"server {url} holds other weights than the others ({which})", True)
+                ServerFault(url, f"server {url} holds different weights from the others ({which})", True)
                 for url in sorted(urls - {f.url for f in [*joined.failed, *wrong]})
             ]
         whole = joined if report is None else report.followed_by(joined)
@@ -240,7 +241,7 @@ class RunChecks:
         return (
             f"version {step} was published {times}, and servers do not compute with it: "
             f"{'; '.join(f.why for f in faults)}{scored}.{bound} No sample of it is trained: `miles-like verify` names "
-            "tensors and layers, --resume goes on from the last checkpoint"
+            "tensors and layers, --resume continues from the last checkpoint"
         )
 
     async def _wrong(self, urls: Collection[str]) -> tuple[list[ServerFault], float]:

@@ -186,10 +186,10 @@ class Ledger:
 
     def summary(self) -> str:
         """The totals and the reasons of discarding, in one line."""
-        reasons = ", ".join(f"{n} {reason}" for reason, n in self._discarded.most_common())
+        reasons = ", ".join(f"{n:,} {reason}" for reason, n in self._discarded.most_common())
         return (
-            f"{self._issued} samples issued = {self._trained} trained + {self._discarded.total()} discarded"
-            f"{f' ({reasons})' if reasons else ''} + {self._in_flight} in flight"
+            f"Samples: {self._issued:,} generated, {self._trained:,} trained, {self._discarded.total():,} discarded"
+            f"{f' ({reasons})' if reasons else ''}{f', {self._in_flight:,} in flight' if self._in_flight else ''}"
         )
 
     def close(self) -> str:

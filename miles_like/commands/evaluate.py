@@ -16,33 +16,37 @@ def evaluate(
     hf_dir: Path,
     data: Annotated[
         list[str] | None,
-        typer.Option("--data", metavar="[NAME=]FILE", help="prompts and answers, in place of the config's"),
+        typer.Option("--data", metavar="[NAME=]FILE", help="prompts and answers, instead of the config's sets"),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="a run's: columns, template, sampling, reward and sets"),
+        typer.Option("--config", help="take columns, template, sampling, reward and sets from this run's config"),
     ] = None,
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="k of avg@k and pass@k; 1: greedy")] = None,
     greedy: Annotated[bool | None, typer.Option("--greedy/--no-greedy", help="one greedy answer per prompt")] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", help="of the sampled answers")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1)] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="sampling temperature")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, help="longest answer in tokens")
+    ] = None,
     max_prompts: Annotated[int | None, typer.Option("--max-prompts", min=1, help="number of prompts per set")] = None,
-    reward: Annotated[str | None, typer.Option("--reward", help="a name or an import path")] = None,
-    seed: Annotated[int | None, typer.Option("--seed")] = None,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, max=1024, help="of the embedded server")] = None,
+    reward: Annotated[str | None, typer.Option("--reward", help="name or import path of the reward")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="sampling seed")] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, max=1024, help="CPU threads of the embedded server")
+    ] = None,
     port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="of the server; by default any free one")
+        int | None, typer.Option("--port", min=0, max=65535, help="port of the server; default: any free port")
     ] = None,
-    server: Annotated[
-        str | None, typer.Option("--server", metavar="URL", help="a running server, in place of starting one")
-    ] = None,
+    server: Annotated[str | None, typer.Option("--server", metavar="URL", help="use this running server")] = None,
     key_file: KeyFileOption = None,
-    json: Annotated[Path | None, typer.Option("--json", help="the figures")] = None,
-    answers: Annotated[Path | None, typer.Option("--answers", help="every answer, one JSON object per line")] = None,
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="the server's log")] = Path("runs/eval"),
+    json: Annotated[Path | None, typer.Option("--json", help="write the metrics to this file")] = None,
+    answers: Annotated[
+        Path | None, typer.Option("--answers", help="write every answer to this file, one JSON object per line")
+    ] = None,
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="directory of the server's log")] = Path("runs/eval"),
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
 ) -> None:
-    """Evaluate a Hugging Face directory, BF16 or quantized, on held-out prompts."""
+    """Evaluate a checkpoint (BF16 or quantized) on held-out prompts."""
     with one_sentence(run_dir / "logs"):
         from miles_like.api import models
 

@@ -17,12 +17,12 @@ def export(
     run_dir: Path,
     out_dir: Path,
     step: Annotated[
-        int | None, typer.Option("--step", metavar="N", help="of the checkpoint of step N, not the last")
+        int | None, typer.Option("--step", metavar="N", help="export the checkpoint of step N; default: the last")
     ] = None,
     format: Annotated[str, typer.Option("--format", help=f"bf16, {FORMATS}")] = "bf16",
     hf_config: Annotated[
         Path | None,
-        typer.Option("--hf-config", help="the model that the run began with, where its cache is not there any more"),
+        typer.Option("--hf-config", help="the initial model's directory, if the run's cache was deleted"),
     ] = None,
     push: Annotated[
         str | None, typer.Option("--push", metavar="REPO", help="then upload to the hub; a new repository is private")

@@ -8,27 +8,33 @@ from typing import Annotated
 import typer
 
 FORMATS = "fp8, fp8-ue8m0, int4, mxfp8, mxfp4 or nvfp4"
-SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override section.key of the config")]
-RunDirOption = Annotated[Path, typer.Option("--run-dir", help="run directory")]
-ResumeOption = Annotated[bool, typer.Option("--resume/--no-resume", help="resume from the last checkpoint")]
-FromStepOption = Annotated[
-    int | None, typer.Option("--from-step", metavar="N", help="resume from the checkpoint of step N, not the last")
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a configuration key, e.g. train.steps=10")
 ]
-FreshOption = Annotated[bool, typer.Option("--fresh/--no-fresh", help="redo complete stages")]
-FuseOption = Annotated[bool, typer.Option("--fuse", help="decode FP8 while converting: no BF16 directory")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")]
-RayOption = Annotated[str | None, typer.Option("--ray-address", help="join this Ray cluster")]
+RunDirOption = Annotated[Path, typer.Option("--run-dir", help="run directory")]
+ResumeOption = Annotated[bool, typer.Option("--resume/--no-resume", help="continue from the last checkpoint")]
+FromStepOption = Annotated[
+    int | None, typer.Option("--from-step", metavar="N", help="continue from the checkpoint of step N")
+]
+FreshOption = Annotated[bool, typer.Option("--fresh/--no-fresh", help="discard the run and repeat its complete stages")]
+FuseOption = Annotated[bool, typer.Option("--fuse", help="decode FP8 during conversion, without a BF16 copy on disk")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="validate and print the plan; changes nothing")]
+RayOption = Annotated[str | None, typer.Option("--ray-address", help="address of the Ray cluster to run on")]
 CacheOption = Annotated[
     Path | None,
-    typer.Option("--cache-dir", help="outputs of the stages before training; default: cache beside the run directory"),
+    typer.Option(
+        "--cache-dir",
+        help="directory for the outputs of the stages before training; default: cache beside the run directory",
+    ),
 ]
-ForceOption = Annotated[
-    bool, typer.Option("--force", help="start a run that does not fit the memory of its devices by the plan")
-]
+ForceOption = Annotated[bool, typer.Option("--force", help="start even if the plan exceeds the devices' memory")]
 
 KeyFileOption = Annotated[
     Path | None,
-    typer.Option("--key-file", help="file of mode 0600 with the key; default: MILES_LIKE_SERVER_KEY"),
+    typer.Option(
+        "--key-file",
+        help="file (mode 0600) with the server's key; default: the environment variable MILES_LIKE_SERVER_KEY",
+    ),
 ]
 
 
@@ -41,4 +47,4 @@ def check_writable(path: Path) -> None:
         if not there:
             path.unlink()
     except OSError as e:
-        raise ValueError(f"{path} cannot be written ({e.strerror}): give a file in a directory that can") from None
+        raise ValueError(f"{path} cannot be written ({e.strerror}): use a writable directory") from None

@@ -13,7 +13,7 @@ from miles_like.commands.output import console, echo
 
 
 def dequantize(hf_dir: Path, out_dir: Path) -> None:
-    """Convert a quantized Hugging Face directory to BF16."""
+    """Convert a quantized checkpoint to BF16."""
     with one_sentence():
         from miles_like.pipeline.dequantize import dequantize_checkpoint
 
@@ -36,9 +36,11 @@ def quantize(
         list[str] | None,
         typer.Option("--ignore", metavar="PATTERN", help="modules to leave unquantized: layers.0.self_attn or re:..."),
     ] = None,
-    report: Annotated[bool, typer.Option("--report", help="measure the error: a table, a file, plots")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="measure the quantization error: table, JSON file, plots")
+    ] = False,
 ) -> None:
-    """Convert a BF16 Hugging Face directory to a low-precision format."""
+    """Quantize a BF16 checkpoint."""
     with one_sentence():
         from miles_like.api import checkpoints
 

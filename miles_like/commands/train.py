@@ -38,7 +38,7 @@ def train(
     force: ForceOption = False,
     stages: Annotated[str, typer.Option("--stages", hidden=True)] = ",".join(STAGES),  # of scripts/run_deepseek.py
 ) -> None:
-    """Run all five stages of a configuration, which ends in a trained model."""
+    """Train a model: fetch, dequantize, convert, stage and train, as the configuration says."""
     with one_sentence(run_dir / "logs"):
         from miles_like.run.pipeline import PipelineOptions, run_pipeline
 

@@ -38,7 +38,9 @@ def verify(
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
     ray_address: RayOption = None,
 ) -> None:
-    """Compare trainer and rollout and attribute the gap; status 1 if the precision does not explain it."""
+    """Compare trainer and rollout log-probabilities and diagnose the difference.
+
+    Exits 1 if it exceeds what the precision explains."""
     with one_sentence(run_dir / "logs"):
         from miles_like.api import models
 

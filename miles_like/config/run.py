@@ -51,7 +51,7 @@ class ModelConfig(Section):
                     f"model.{key} = {value!r} applies to a loaded model, but [model.make] makes one from "
                     f"{self.make.config}: remove [model.make] (model.make = false drops an inherited one), or "
                     + (
-                        "give model.path a name that is no directory and has no '/'"
+                        "give model.path a name that is not a directory and has no '/'"
                         if key == "path"
                         else f"remove model.{key}"
                     )

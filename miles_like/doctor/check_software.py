@@ -95,8 +95,9 @@ def misfits(side: str, one: Software) -> list[str]:
     cuda, part = packages.get("cuda"), one["distributions"].get("transformer-engine-cuda", "")
     if cuda is not None and part and not part.endswith(f"cu{cuda.partition('.')[0]}"):
         out.append(
-            f"{part} of the {side} is for another CUDA than torch {packages.get('torch')}, which is built for CUDA "
-            f"{cuda}: install transformer-engine-cu{cuda.partition('.')[0]}"
+            f"{part} of the {side} is built for a different CUDA version from torch "
+            f"{packages.get('torch')}, which is built for CUDA {cuda}: install "
+            f"transformer-engine-cu{cuda.partition('.')[0]}"
         )
     return out
 

@@ -32,7 +32,7 @@ def print_examination(console: Console, examined: Examination) -> None:
             style = "bold red" if kind == "wrong" else "bold"
             console.print(f"[{style}]{kind}:[/] {escape(line)}", soft_wrap=True, highlight=False)
     wrong = sum(f.outcome is Outcome.WRONG for f in examined.findings)
-    console.print(f"{len(examined.reports)} nodes examined: " + (f"{wrong} faults" if wrong else "nothing is wrong"))
+    console.print(f"{len(examined.reports)} nodes examined: {wrong or 'no'} faults")
 
 
 def write_examination(path: Path, examined: Examination) -> None:

@@ -140,8 +140,8 @@ class ServerTeacher:
             directory = Path(info.tokenizer_path or info.model_path)
             if directory.is_dir() and (why := self.other_tokenizer(directory)):
                 raise ValueError(
-                    f"teacher {self.name!r} at {client.url} serves {directory}, which has another tokenizer than the "
-                    f"student ({why}): it would score other words; take a teacher of the student's tokenizer"
+                    f"teacher {self.name!r} at {client.url} serves {directory}, which uses a different tokenizer "
+                    f"from the student ({why}): it would score other words; use a teacher with the student's tokenizer"
                 )
 
     async def score(self, groups: Sequence[SampleGroup]) -> list[list[TeacherScores]]:

@@ -60,7 +60,7 @@ def lines_of(searched: Searched) -> list[str]:
     if not searched.found:
         lines.append("no layout fits: use more nodes, or devices with more memory")
     for reason, number in searched.refusals.counts.most_common():
-        lines.append(f"refused by {reason}: {number:,}, for example: {searched.refusals.sentences[reason]}")
+        lines.append(f"rejected by {reason}: {number:,}, for example: {searched.refusals.sentences[reason]}")
     return lines
 
 

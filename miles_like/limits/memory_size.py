@@ -9,7 +9,7 @@ def parse_bytes(text: str) -> int:
     """`4GiB`, `512 MiB` or a plain number of bytes. Raises ValueError for anything else."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*", text, re.IGNORECASE)
     if found is None:
-        raise ValueError(f"{text!r} is no amount of memory: write it as 4GiB or 512MiB")
+        raise ValueError(f"invalid memory size {text!r}: use for example 4GiB or 512MiB")
     unit = (found[2] or "B").upper()[0]
     amount = float(found[1]) * 1024 ** "BKMGT".index(unit)
     if amount >= 2**63:

@@ -28,7 +28,7 @@ class StepBounds:
         if self.on_breach == "stop":
             raise RuntimeError(
                 f"step {step}: {broken}; its weights are not published. rollouts/step_{step}.jsonl has the samples, "
-                "`miles-like verify` looks for the cause; --resume goes on from the last checkpoint"
+                "`miles-like verify` diagnoses the cause; --resume continues from the last checkpoint"
             )
         done = " (their loss weights were reduced)" if self.on_breach == "down_weight" else ""
-        self.console.print(f"{'':12}[yellow]warning:[/] step {step}: {broken}{done}")
+        self.console.print(f"{'':12}[yellow]warning:[/] step {step}: {broken}{done}", highlight=False, soft_wrap=True)

@@ -118,7 +118,7 @@ def why_not_writable(path: Path) -> str | None:
     """Why no directory `path` can be made or written; None where it can."""
     there = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
     if not there.is_dir():
-        return f"{there} is no directory"
+        return f"{there} is not a directory"
     return None if os.access(there, os.W_OK | os.X_OK) else f"no permission in {there}"
 
 

@@ -55,7 +55,7 @@ def start_ray(address: str | None) -> None:
     except (AuthenticationError, ConnectionError, RuntimeError) as e:
         if _refused(e):
             raise ValueError(
-                f"the Ray cluster at {address} refuses this process's token: give the cluster's own, as "
+                f"the Ray cluster at {address} rejects this process's token: set the cluster's token with "
                 "RAY_AUTH_MODE=token with RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
             ) from e
         raise ValueError(

@@ -53,11 +53,11 @@ def describe(model: ModelConfig) -> str:
     """One line for the console."""
     if model.make is not None:
         made = f"random weights of {Path(model.make.config).name}, supervised warm-up"
-        return f"make {model.path}: {made}, {model.make.format.value.upper()}"
+        return f"Building {model.path}: {made}, {model.make.format.value.upper()}"
     first = None if model.first_layers is None else f"the first {model.first_layers} layers of "
     if Path(model.path).is_dir():
-        return f"check the local checkpoint {model.path}" if first is None else f"copy {first}{model.path}"
-    return f"download {first or ''}{model.path} at revision {model.revision or 'main'} from the hub, resumable"
+        return f"Checking the local checkpoint {model.path}" if first is None else f"Copying {first}{model.path}"
+    return f"Downloading {first or ''}{model.path} at revision {model.revision or 'main'} from the hub (resumable)"
 
 
 def fetch(model: ModelConfig, out: Path, make: Callable[[Path], None]) -> Path:

@@ -93,8 +93,10 @@ def _warm_up_and_write(
         )
         if make.max_steps and not report.reached:
             console.print(
-                f"{'':12}warm-up stopped at {report.steps} steps with p(right answer) {report.right_prob:.3f}, "
-                f"below model.make.target = {make.target}"
+                f"{'':12}Warm-up stopped after {report.steps} steps: p(right answer) {report.right_prob:.3f} is below "
+                f"model.make.target = {make.target}",
+                highlight=False,
+                soft_wrap=True,
             )
         spec = make.spec()
         trainer.connect(
@@ -122,8 +124,10 @@ def _progress_printer(console: Console, make: MakeConfig) -> Callable[[int, floa
     def progress(step: int, right: float) -> None:
         if step % (4 * make.check_every) == 0 or right >= make.target:
             console.print(
-                f"{'':12}warm-up step {step}: p(right answer) {right:.3f}, target {make.target:.3f}, "
-                f"{time.perf_counter() - began:.0f} s"
+                f"{'':12}Warm-up step {step}: p(right answer) {right:.3f}, target {make.target:.3f}, "
+                f"{time.perf_counter() - began:.0f} s",
+                highlight=False,
+                soft_wrap=True,
             )
 
     return progress

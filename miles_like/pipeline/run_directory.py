@@ -49,12 +49,13 @@ def check_nothing_lost(run_dir: Path) -> None:
     """Raises ValueError for a directory with a finished run, or with an unfinished one that has a checkpoint."""
     if (run_dir / MARKER).exists():
         raise ValueError(
-            f"{run_dir} holds a finished run whose inputs differ, or whose files have changed: choose another "
-            "--run-dir, --resume to train it on, or --fresh to replace it"
+            f"{run_dir} contains a finished run with a different configuration, or changed files: use another "
+            "--run-dir, continue it with --resume, or overwrite it with --fresh"
         )
     if kept_steps(there := run_dir / "checkpoints") or (there / "latest").exists():  # the first may be unnamed yet
         raise ValueError(
-            f"{run_dir} holds an unfinished run with a checkpoint: --resume goes on from it, --fresh starts over"
+            f"{run_dir} contains an unfinished run with a checkpoint: continue it with --resume, or start over "
+            "with --fresh"
         )
 
 

@@ -35,6 +35,7 @@ from miles_like.pipeline.run_directory import Mode, check_nothing_lost, clear_ru
 from miles_like.pipeline.stage_names import STAGES
 from miles_like.staging.stage_files import HF, MEGATRON, NodeNeed, layout_inputs, stage_plan
 from miles_like.storage.completion import (
+    ABSENT,
     MARKER,
     Output,
     OutputFile,
@@ -73,7 +74,8 @@ class Stage:
     by_node: tuple[NodeNeed, ...] | None = None  # of the stage that copies to the nodes; None: known later
 
     def why_not_done(self) -> str | None:
-        return why_incomplete(self.directory, self.key) or self.again
+        why = why_incomplete(self.directory, self.key) or self.again
+        return "new run" if why == ABSENT and self.name == "train" else why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,13 +152,13 @@ def plan_stages(
         stages.append(_cached_stage(cache, stages[-1].key, name, what, size, run, inputs, hashed))
 
     if config.convert.fuse:
-        what = "nothing: quantized weights are decoded while they are converted"
+        what = "Nothing to do: quantized weights are decoded during the conversion"
         add("dequantize", what, 0, _leave_to_convert, {"fuse": True})
     else:
-        add("dequantize", "quantized weights -> BF16 safetensors, tensor by tensor", bf16, _dequantize, {})
+        add("dequantize", "Decoding quantized weights to BF16 safetensors", bf16, _dequantize, {})
     add(
         "convert",
-        "Hugging Face tensors -> Megatron torch_dist shards, loadable in any layout",
+        "Converting Hugging Face tensors to Megatron torch_dist shards, loadable in any layout",
         bf16,
         lambda out, done: _convert(out, done, functions),
         {"grid": [config.parallel.tp, config.parallel.etp]},  # cut for these ranks
@@ -178,8 +180,7 @@ def _plan_staging(config: RunConfig, cache: Path, functions: StageFunctions, *, 
         cache,
         after,
         "stage",
-        f"copy what each of {config.cluster.nodes} node(s) loads of the {precision.format.upper()} checkpoint and the "
-        "shards, verified by SHA-256",
+        _of_staging(config),
         None if size is None else sum(need.total for need in size.nodes),
         lambda out, done: _stage(config, out, done, functions),
         inputs,
@@ -188,7 +189,7 @@ def _plan_staging(config: RunConfig, cache: Path, functions: StageFunctions, *, 
     key = input_key("stage", {"after": after, **inputs, "layout": layout_inputs(config)})
     # the marker is of this machine; another run's node k may be another machine, which lacks files
     elsewhere = config.cluster.nodes > 1 or functions.joins_cluster
-    again = "each node checks what it has" if elsewhere else None
+    again = "each node verifies its copy" if elsewhere else None
     return replace(stage, key=key, by_node=None if size is None else size.nodes, again=again)
 
 
@@ -224,7 +225,7 @@ def _plan_training(
     each = f", {train.steps_per_rollout} optimizer steps each" if train.steps_per_rollout > 1 else ""
     return Stage(
         name="train",
-        what=f"{train.steps} steps of {train.groups_per_step} {_of_a_step(config)}{each}",
+        what=f"Training: {train.steps} steps of {train.groups_per_step} {_of_a_step(config)}{each}",
         key=input_key("train", {"after": after, "config": _of_training(config), "data": _data(config)}),
         directory=run_dir,
         size=None,
@@ -240,13 +241,20 @@ def _of_a_step(config: RunConfig) -> str:
     return "pairs" if config.algorithm.name in PAIRS else "examples"
 
 
+def _of_staging(config: RunConfig) -> str:
+    served, nodes = f"the {config.precision.format.upper()} checkpoint and the shards", config.cluster.nodes
+    if nodes == 1:
+        return f"Copying {served} to 1 node, verified by SHA-256"
+    return f"Copying to each of {nodes} nodes what it loads of {served}, verified by SHA-256"
+
+
 def parse_stages(text: str, *, fuse: bool = False) -> list[str]:
     """`fetch,train` as a list of names. fuse: `convert.fuse`: dequantize is a part of convert, which selects both.
     Raises ValueError for an unknown stage, and for no stage."""
     selected = [s.strip() for s in text.split(",") if s.strip()]
     unknown = [s for s in selected if s not in STAGES]
     if unknown or not selected:
-        what = f"no stage called {unknown[0]!r}" if unknown else "--stages names none"
+        what = f"unknown stage {unknown[0]!r}" if unknown else "--stages is empty"
         raise ValueError(f"{what}; the stages are {', '.join(STAGES)}")
     return ["dequantize", *selected] if fuse and "convert" in selected and "dequantize" not in selected else selected
 
@@ -327,10 +335,10 @@ def _explain_full_disk(stage: Stage) -> Iterator[None]:
         if not _is_disk_full(e):
             raise
         free = shutil.disk_usage(stage.directory.parent).free
-        needs = f", the stage writes {stage.size:,}" if stage.size else ""
+        needs = f", the stage needs {stage.size:,}" if stage.size else ""
         raise ValueError(
             f"stage {stage.name}: {' '.join(str(e).split())}; the file system of {stage.directory} has {free:,} bytes "
-            f"free{needs}: free some, or give a directory on a larger one"
+            f"free{needs}: free some space, or use a directory on a larger disk"
         ) from e
 
 
@@ -356,8 +364,10 @@ def _locked(stage: Stage, console: Console) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if stage.name == "train":
-                raise ValueError(f"another command is running in {stage.directory}: choose another --run-dir") from None
-            console.print(f"{'':12}another command is making it: waiting", soft_wrap=True)
+                raise ValueError(
+                    f"another command is running in {stage.directory}: use a different --run-dir"
+                ) from None
+            console.print(f"{'':12}waiting for another command that builds it", soft_wrap=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -98,7 +98,7 @@ class Plan:
     def verdict(self) -> str:
         """One sentence."""
         if not self.on_gpus:
-            return "CPU ranks: nothing is refused, the operating system shares the host's memory"
+            return "CPU ranks: nothing is rejected, the operating system shares the host's memory"
         worst = self.worst
         where = f"{worst.name} while {worst.worst}: {gib(worst.peak)} of {gib(self.device.memory)} GiB"
         if problems := self.problems():

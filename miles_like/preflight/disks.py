@@ -158,7 +158,7 @@ def check_directories(directories: Sequence[Path]) -> None:
         there = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.lexists(p))
         if not there.is_dir():
             raise ValueError(
-                f"{directory} cannot be made: {there} is no directory; give another --run-dir or --cache-dir"
+                f"{directory} cannot be made: {there} is not a directory; give another --run-dir or --cache-dir"
             )
         if not os.access(there, os.W_OK | os.X_OK):
             raise ValueError(

@@ -60,7 +60,7 @@ def check_address(address: str) -> None:
         raise NotCheckedError("Ray finds the cluster itself")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"--ray-address {address!r} is no HOST:PORT: give the one that `ray start --head` prints")
+        raise ValueError(f"--ray-address {address!r} is not HOST:PORT: give the one that `ray start --head` prints")
     _connect(host, int(port), f"no Ray cluster answers at {address}", "start one (`ray start --head`) or leave it out")
 
 

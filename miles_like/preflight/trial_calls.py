@@ -203,7 +203,7 @@ def _check_loss(loss: LossFn) -> None:
         shape = list(per_token.shape) if isinstance(per_token, Tensor) else f"{per_token!r:.100}"
         raise RuntimeError(f"it gave {shape} for {t} packed tokens: want a loss for each token, [{t}]")
     if wrong := [k for k, v in dict(stats).items() if not isinstance(v, Stat)]:
-        raise RuntimeError(f"its statistic {wrong[0]!r} is no Stat: see docs/extending.md")
+        raise RuntimeError(f"its statistic {wrong[0]!r} is not a Stat: see docs/extending.md")
     if not per_token.requires_grad:
         raise RuntimeError("its loss has no gradient: compute it from logprobs without detach()")
 

@@ -36,7 +36,7 @@ TITLES = {  # file name -> its description in the report
     "mismatch": "Trainer-rollout mismatch",
     "routing": "Expert routes",
     "time": "Time per step",
-    "ledger": "What became of the samples",
+    "ledger": "Sample outcomes",
 }
 
 
@@ -216,18 +216,18 @@ def _mismatch(ax: Axes, rows: Rows) -> bool:
     if ends:
         ax.set_yscale("log")
         omitted = f"; {zeros} exact zeros not drawn" if zeros else ""
-        _dress(ax, "Trainer and rollout disagree by", f"Δ: difference of log-probabilities of a token, nats{omitted}")
+        _dress(ax, "Trainer-rollout mismatch", f"Δ: difference of log-probabilities of a token, nats{omitted}")
         _name_ends(ax, ends)
     else:
         ax.text(0.5, 0.5, "exactly 0 at every step", transform=ax.transAxes, ha="center", fontsize=14, color=GREEN)
         ax.set_yticks([])
-        _dress(ax, "Trainer and rollout disagree by", "Δ: difference of log-probabilities of a token, nats")
+        _dress(ax, "Trainer-rollout mismatch", "Δ: difference of log-probabilities of a token, nats")
     return True
 
 
 def _routing(ax: Axes, rows: Rows) -> bool:
     lines = {
-        "routing/agreement": ("own choice agrees", BLUE),
+        "routing/agreement": ("trainer would choose the same experts", BLUE),
         "routing/replay_coverage": ("replayed", ORANGE),
     }
     ends = []
@@ -276,7 +276,7 @@ def _ledger(ax: Axes, rows: Rows) -> bool:
         totals = [0.0, *(r[f"ledger/{name}"] for r in complete)]
         bars.append((name, colour, [after - before for before, after in itertools.pairwise(totals)]))
     ends = _stacked(ax, [r["step"] for r in complete], bars, "{:.1f}")
-    _dress(ax, "What became of the samples", "samples a step; the figures are means over the run")
+    _dress(ax, "Sample outcomes", "samples per step; the numbers are means over the run")
     _name_ends(ax, ends)
     return True
 

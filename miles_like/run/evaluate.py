@@ -231,7 +231,9 @@ class EvalAlone:
             )
             out = []
             for held in self.sets:
-                self.console.print(f"{held.config.name}: {len(held.prompts)} prompts", highlight=False)
+                self.console.print(
+                    f"Evaluating {held.config.name}: {len(held.prompts)} prompts", highlight=False, soft_wrap=True
+                )
                 out.append(
                     await answers(
                         [client],

@@ -37,7 +37,7 @@ def config_of(run_dir: Path) -> RunConfig:
     """Raises ValueError for a directory without a run."""
     path = run_dir / "config.toml"
     if not path.is_file():
-        raise ValueError(f"{run_dir} holds no run ({path} is not there): give the --run-dir of one")
+        raise ValueError(f"{run_dir} contains no run ({path} does not exist): use the --run-dir of a run")
     return load_config(path)
 
 

@@ -83,7 +83,7 @@ def searched(
     known = {f.value: f for f in QuantFormat}
     names = formats.split(",") if formats else []
     if wrong := [name for name in names if name not in known]:
-        raise ValueError(f"--formats {formats}: {wrong[0]!r} is none of {', '.join(known)}")
+        raise ValueError(f"--formats {formats}: {wrong[0]!r} is not one of {', '.join(known)}")
     facts = replace(facts, trained=trained_share(model.trainer, model.hf))
     order = by or "speed"
     if order not in _ORDERS:
@@ -100,7 +100,7 @@ def _numbers(nodes: str | None) -> list[int]:
     """Of nodes, separated by commas."""
     texts = nodes.split(",") if nodes else []
     if wrong := [text for text in texts if not text.isdecimal() or int(text) < 1]:
-        raise ValueError(f"--nodes {nodes}: {wrong[0]!r} is no number of nodes: give one or more, as 8,16")
+        raise ValueError(f"--nodes {nodes}: {wrong[0]!r} is not a number of nodes: use for example 8,16")
     return [int(text) for text in texts]
 
 

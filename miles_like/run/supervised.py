@@ -36,15 +36,15 @@ def train_supervised(plan: ModelPlan, console: Console, *, resume: bool, launche
     store_config(c, plan.run_dir / "config.toml")
     started = time.perf_counter()
     trainer = launcher.trainer(plan, objective.loss)
-    console.print(
-        f"{'':12}{len(plan.placement.of('trainer'))} trainer ranks up after {time.perf_counter() - started:.0f} s; "
-        f"{len(examples)} examples, held out: {', '.join(f'{n} {len(x)}' for n, x in held_out.items()) or 'none'}"
-    )
+    sets = ", ".join(f"{name} {len(x)}" for name, x in held_out.items()) or "none"
+    ready = f"Ready in {time.perf_counter() - started:.0f} s: {len(plan.placement.of('trainer'))} trainer ranks."
+    line = f"{'':12}{ready} {len(examples)} examples, held out: {sets}."
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
     packs = packer(plan, c.parallel.dp, replayed=True, balanced=True, aggregation=objective.aggregation)
     stop = StopRequest()
     run_to_end(_loop(files, resumed, trainer, packs, examples, held_out, stop), stop, c.checkpoint.grace_s)
     write_report(plan.run_dir)
-    console.print(f"{'':12}report: {plan.run_dir / 'report.html'}")
+    console.print(f"{'':12}Report: {plan.run_dir / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
 
 
 def read_examples(plan: ModelPlan) -> tuple[list[SampleGroup], dict[str, list[SampleGroup]]]:

@@ -127,10 +127,7 @@ def train(
             reference = launcher.reference(plan, algorithm.loss)
             urls = servers.wait(say)
         teachers.wait(say)
-        critics = "" if critic is None else f" and {len(plan.placement.critics())} of the critic"
-        payload = f"; {shape.payload}" if (shape := plan.model.routing) else ""
-        ranks = f"{len(plan.placement.of('trainer'))} trainer ranks{critics}"
-        say(f"{ranks}, {len(urls)} rollout servers up after {time.perf_counter() - started:.0f} s{payload}")
+        say(_ready(plan, len(urls), time.perf_counter() - started))
         run = TrainingRun(
             rollout=rollout,
             servers=servers,
@@ -149,7 +146,15 @@ def train(
         with servers.naming_failures(), teachers.naming_failures():
             run_to_end(run.loop(urls), run.stop, plan.config.checkpoint.grace_s)
     write_report(plan.run_dir)
-    console.print(f"{'':12}report: {plan.run_dir / 'report.html'}")
+    console.print(f"{'':12}Report: {plan.run_dir / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _ready(plan: ModelPlan, servers: int, seconds: float) -> str:
+    """`Ready in 17 s: 2 trainer ranks, 1 rollout server. Routing data: 8 B/token (int32 would need 48).`"""
+    ranks = [(len(plan.placement.of("trainer")), "trainer rank"), (len(plan.placement.critics()), "critic rank")]
+    counted = [f"{n} {what}{'s' * (n > 1)}" for n, what in (*ranks, (servers, "rollout server")) if n]
+    routes = f" {shape.payload}." if (shape := plan.model.routing) else ""
+    return f"Ready in {seconds:.0f} s: {', '.join(counted)}.{routes}"
 
 
 def _teachers(rollout: RolloutSide, launcher: Launcher, console: Console) -> RunTeachers:
@@ -262,7 +267,7 @@ class TrainingRun:
             try:
                 await loop.run(first=first, steps=c.train.steps, resumed=self.resumed is not None)
                 if loop.feed.producer.ended and (loop.saver.checkpoints.saved or 0) < c.train.steps:
-                    self.console.print(f"{'':12}the prompts have ended: data.epochs = {c.data.epochs}")
+                    self.console.print(f"{'':12}All prompts are used: data.epochs = {c.data.epochs}")
             finally:
                 self.deadline.close()
                 self.console.print(f"{'':12}{loop.recorder.ledger.close()}", markup=False, soft_wrap=True)
@@ -291,7 +296,7 @@ class TrainingRun:
         return 0, await self.publication.publish(0) if first else None
 
     def _lost(self, why: str) -> None:
-        _say(self.console, f"{why}; what it was asked is asked of others, and the next publication replaces it")
+        _say(self.console, f"{why}; its requests go to other servers, and the next publication replaces it")
 
     def replacements(self, pool: EnginePool, urls: Sequence[str]) -> RunReplacements:
         return RunReplacements(
@@ -479,7 +484,7 @@ class EngineSampler:
                 self.partial.forget(seed, p.id)
             for reason, n in discarded.most_common():
                 self.console.print(
-                    f"round {round_index}: {n} samples discarded: {reason}", markup=False, soft_wrap=True
+                    f"Round {round_index}: {n} samples discarded: {reason}", markup=False, soft_wrap=True
                 )
 
     async def abort(self) -> None:

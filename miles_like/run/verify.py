@@ -84,7 +84,7 @@ class VerifyRun:
         if attached and rollout.plan.config.rollout.engine == "vllm":
             raise ValueError(
                 f"--server {attached[0]} with rollout.engine = 'vllm': a vLLM server does not report its model's shape "
-                "and layout, so it cannot be held to the job's: leave out --server, and the job's own is started"
+                "and layout, so it cannot be validated against the job: leave out --server, and the job starts a server"
             )
         self.rollout, self.plan, self.config = rollout, rollout.plan, rollout.plan.config
         self.rollouts, self.checkpoint, self.launcher = rollouts, checkpoint, launcher or Launcher()
@@ -269,7 +269,7 @@ def check_attached(url: str, info: ModelInfo, server: Mapping[str, Any], plan: M
             f"--set rollout.sglang.tp_size={ranks}"
         )
     if plan.model.routing is not None and not server.get("enable_return_routed_experts"):
-        raise ValueError(f"server {url} returns no expert routes: start it with --enable-return-routed-experts")
+        raise ValueError(f"server {url} does not return expert routes: start it with --enable-return-routed-experts")
 
 
 _KINDS = {"embedded": "an embedded engine", "sglang": "stock SGLang"}

@@ -89,7 +89,7 @@ def is_synchronous(run_dir: Path) -> bool:
     try:
         buffer = tomllib.loads(read_text(run_dir / "config.toml", CONFIG_BYTES)).get("buffer", {})
     except (OSError, ValueError) as e:
-        raise ValueError(f"{run_dir} is no run directory: its config.toml cannot be read ({e})") from None
+        raise ValueError(f"{run_dir} is not a run directory: its config.toml cannot be read ({e})") from None
     return not buffer.get("max_staleness", 0) and buffer.get("old_tokens", "drop") == "drop"
 
 
@@ -170,7 +170,7 @@ def _groups(path: Path) -> Iterator[Answers]:
                 prompt_id, index, mask = str(sample["prompt_id"]), int(sample["index"]), list(sample["loss_mask"])
             except (ValueError, KeyError, TypeError):
                 raise ValueError(
-                    f"{path}, line {number} is no sample with prompt_id, index and loss_mask: give samples as runs "
+                    f"{path}, line {number} is not a sample with prompt_id, index and loss_mask: give samples as runs "
                     "write them"
                 ) from None
             if (prompt_id != name or index <= last) and lengths:

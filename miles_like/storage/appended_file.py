@@ -81,7 +81,7 @@ def check_prefix(path: Path, to: Position) -> None:
             digest.update(block)
             left -= len(block)
     if digest.hexdigest() != to.sha256:
-        raise DamagedError(f"{path} has other bytes than when the checkpoint was saved: {remedy}")
+        raise DamagedError(f"{path} differs from when the checkpoint was saved: {remedy}")
 
 
 def _check_own(path: Path) -> None:

@@ -64,7 +64,7 @@ def check_files(folder: Path, facts: Mapping[str, SavedFile]) -> None:
             raise DamagedError(f"{broken}{path} has {size} bytes, {fact['bytes']} were written")
     for name, fact in facts.items():
         if fact["sha256"] is not None and file_sha256(folder / name) != fact["sha256"]:
-            raise DamagedError(f"{broken}{folder / name} has other bytes than were written")
+            raise DamagedError(f"{broken}{folder / name} differs from what was written")
 
 
 def json_sha256(content: Mapping[str, object]) -> str:

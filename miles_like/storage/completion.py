@@ -23,6 +23,7 @@ from typing import Any, TypedDict, cast
 from miles_like.limits.regular_files import open_regular
 
 MARKER = ".complete.json"
+ABSENT = "no cached copy"  # why_incomplete's reason for an output of which nothing exists
 FORMAT = 1  # of the inputs that a stage's key hashes
 VERSION = 2  # of a marker; in version 1 its root is absolute
 _STAGE_DIRECTORY = re.compile(r"[a-z]+-[0-9a-f]{16}")  # of a cache
@@ -178,9 +179,9 @@ def why_incomplete(marker_dir: Path, key: str) -> str | None:
     if marker is None:
         if (marker_dir / MARKER).exists():
             return f"its marker {MARKER} is damaged"
-        return "half-written" if marker_dir.exists() and any(marker_dir.iterdir()) else "not there"
+        return "incomplete" if marker_dir.exists() and any(marker_dir.iterdir()) else ABSENT
     if marker.get("key") != key:
-        return "made from other inputs"
+        return "configuration changed"
     root = marker_root(marker_dir, marker)
     for name, fact in marker["files"].items():
         try:

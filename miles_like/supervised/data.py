@@ -119,7 +119,7 @@ class ExampleReader:
         given = row.get(column)
         if given is None:
             have = ", ".join(sorted(k for k, v in row.items() if v is not None))
-            raise ValueError(f"no column {column!r}; it has {have}: set {key}")
+            raise ValueError(f"no column {column!r}; columns found: {have}: set {key}")
         try:
             text = given if isinstance(given, list) or not role else text_of(given)
         except ValueError as e:

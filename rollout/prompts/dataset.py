@@ -118,7 +118,8 @@ def column(row: Row, key: str, path: str) -> Any:
         if not isinstance(found, Mapping) or part not in found:
             have = ", ".join(sorted(found if isinstance(found, Mapping) else row))
             raise MissingColumn(
-                f"{path} has no column {key!r}; it has {have or 'none'}: set data.prompt_key and data.answer_key"
+                f"{path} has no column {key!r}; columns found: {have or 'none'}: set data.prompt_key and "
+                "data.answer_key"
             )
         found = found[part]
     return found

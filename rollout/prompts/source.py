@@ -76,7 +76,7 @@ class Source:
         assert not self.taken
         kept = [i for i, p in enumerate(self.prompts) if p.id not in ids]
         if not kept:
-            raise ValueError(f"{self.path}: none of its {len(self.prompts)} prompts is left: use other prompts")
+            raise ValueError(f"{self.path}: none of its {len(self.prompts)} prompts remains: use different prompts")
         self.prompts, self.places = [self.prompts[i] for i in kept], [self.places[i] for i in kept]
         self._order = Order(len(kept), seed=self._seed, epochs=self._epochs)
         self.__dict__.pop("_sha256", None)
@@ -135,8 +135,7 @@ def _answers(config: DataConfig, key: str, rows: Rows, path: str, compared_by: s
     if len(missing) == len(rows):
         if compared_by is not None:
             raise ValueError(
-                f"{missing[0]}, or use another reward than {compared_by!r}, which compares with the answer "
-                "(docs/rewards.md)"
+                f"{missing[0]}, or use a reward that needs no answer, unlike {compared_by!r} (docs/rewards.md)"
             )
         if config.answer_key is not None:
             raise missing[0]

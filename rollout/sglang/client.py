@@ -26,6 +26,7 @@ from rollout.server_key import VARIABLE, ServerKey
 from rollout.server_url import tls
 from rollout.sglang.layer_states import StockStates
 from rollout.sglang.occupation import Occupation
+from rollout.sglang.phases import log_of, see_log
 from rollout.sglang.samples import RoutingShape, SampleReader, empty_samples, routing_rows, version_number
 from rollout.wire import endpoints
 from rollout.wire.bodies import MemoryTag
@@ -85,8 +86,8 @@ def new_ids(count: int) -> tuple[str, ...]:
 
 
 def failure(error: httpx.HTTPError, *, url: str, endpoint: str, timeout_s: float, log: Path | None) -> RolloutError:
-    """The RolloutError for an exception of httpx. log: the server's, if this run started it."""
-    look = f"see the end of {log}" if log else "see its log"
+    """The RolloutError for an exception of httpx. log: the server's or its directory, if this run started it."""
+    look = see_log(url, log)
     if isinstance(error, httpx.ConnectError) and "[SSL" in str(error):
         reason = re.sub(r" \(_ssl\.c:\d+\)", "", str(error))  # a line of CPython's source
         return RolloutError(
@@ -96,12 +97,10 @@ def failure(error: httpx.HTTPError, *, url: str, endpoint: str, timeout_s: float
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return NoAnswer(f"server {url} cannot be reached for {endpoint}: it is not running or has died; {look}")
     if isinstance(error, httpx.TimeoutException):
-        return NoAnswer(
-            f"server {url} did not answer {endpoint} within {timeout_s:g} s: it hangs or is overloaded; {look}, "
-            "or raise rollout.request_timeout_s"
-        )
+        late = f"server {url} did not answer {endpoint} within {timeout_s:g} s: it hangs or is overloaded"
+        return NoAnswer(f"{late}; raise rollout.request_timeout_s, or {look}")
     if isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError):
-        return NoAnswer(f"server {url} closed the connection during {endpoint}: it has died or was killed; {look}")
+        return NoAnswer(f"server {url} closed the connection during {endpoint}: it died or was killed; {look}")
     return RolloutError(f"server {url} failed at {endpoint}: {type(error).__name__}: {error}; {look}")
 
 
@@ -117,7 +116,7 @@ def read_json(
         text = error_message(response.status_code, response.content)
         if (remedy := remedies.get(response.status_code)) is not None:
             text += f"; {remedy}"
-        look = f"; see the end of {log}" if log else ""
+        look = f"; see {log_of(url, log)}" if log else ""
         kind = {503: EngineEnded}.get(response.status_code, ServerBroke)
         raise (kind if response.status_code >= 500 else RolloutError)(f"server {url} refused {endpoint}: {text}{look}")
     try:

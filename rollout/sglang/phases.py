@@ -92,3 +92,20 @@ def last_error(log: Path, start: int = 0) -> str:
         lines = [line.strip() for line in f.read().decode("utf-8", "replace").splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR.search(line)]
     return (errors or lines or ["(an empty log)"])[-1][:1000]
+
+
+def log_of(url: str, logs: Path) -> Path:
+    """The log of the server at `url`: `logs` itself unless it is a directory, else the file of the server's port that
+    was written last, or the directory where there is none."""
+    port = url.rpartition(":")[2]
+    files = sorted(logs.glob(f"*_{port}*.log"), key=lambda p: p.stat().st_mtime) if logs.is_dir() else [logs]
+    return (files or [logs])[-1]
+
+
+def see_log(url: str, logs: Path | None) -> str:
+    """Where to look after a failure, with the last error of the log. logs: the server's log, or its directory; None: it
+    is not this run's server."""
+    if logs is None:
+        return "see its log"
+    log = log_of(url, logs)
+    return f"its log {log} says: {last_error(log)}" if log.is_file() else f"see {log}"

@@ -43,7 +43,7 @@ def weight_hashes(body: object) -> ChecksumReply:
     reported = an_object(need(an_object(body, CHECKER), "checksums", CHECKER), CHECKER)
     table = {str(name): digest for name, digest in reported.items() if digest != _OF_NOTHING}
     if not table or not all(isinstance(digest, str) for digest in table.values()):
-        raise ValueError(f"{CHECKER}: of {len(reported)} checksums {len(table)} are of weights, or are no texts")
+        raise ValueError(f"{CHECKER}: of {len(reported)} checksums {len(table)} belong to weights, or are not texts")
     whole = hashlib.sha256(repr(sorted(table.items())).encode()).hexdigest()
     return ChecksumReply(ranks=(RankReply(checksums=table, per_gpu_checksum=whole),), per_engine_checksum=whole)
 

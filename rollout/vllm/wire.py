@@ -81,7 +81,7 @@ def _sample(row: Mapping[str, Any], request: GenerateRequest) -> GenerateReply:
     assert request.rid is not None
     reason = need(row, "finish_reason", GENERATE)
     if reason not in _FINISH:
-        raise ValueError(f"{GENERATE}: finish_reason {reason!r} is none of {', '.join(_FINISH)}")
+        raise ValueError(f"{GENERATE}: finish_reason {reason!r} is not one of {', '.join(_FINISH)}")
     finish = _FINISH[reason]
     ids = np.asarray(need(row, "token_ids", GENERATE) or [], dtype=np.int64)
     if finish is Finish.LENGTH and len(ids) < request.sampling[0].max_new_tokens:
@@ -162,7 +162,7 @@ def int32_routes(payload: str) -> str:
     try:
         ids = np.load(io.BytesIO(pybase64.b64decode(payload, validate=True)), allow_pickle=False)
     except (ValueError, EOFError, OSError) as e:
-        raise ValueError(f"{GENERATE}: routed_experts is no array in the .npy format: {e}") from None
+        raise ValueError(f"{GENERATE}: routed_experts is not a valid .npy array: {e}") from None
     if not isinstance(ids, np.ndarray) or ids.ndim != 3 or ids.dtype.kind not in "ui":
         shown = f"{getattr(ids, 'dtype', type(ids).__name__)} {list(getattr(ids, 'shape', ()))}"
         raise ValueError(f"{GENERATE}: routed_experts is {shown}, expected integers [rows, layers, experts a token]")

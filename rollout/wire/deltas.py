@@ -134,7 +134,7 @@ class Delta:
         self.name = name
         if payload.dtype is not torch.uint8 or payload.dim() != 1 or payload.numel() < _HEAD.size:
             raise ValueError(
-                f"{name}: {list(payload.shape)} {payload.dtype} is no weight difference, which has a header"
+                f"{name}: {list(payload.shape)} {payload.dtype} is not a weight difference: it has no header"
             )
         raw = payload.numpy().data
         kind, dtype, dims, version, self.count, self.old_hash, self.new_hash = _HEAD.unpack_from(raw)
@@ -161,8 +161,8 @@ class Delta:
             return self._checked(self._whole())
         if content_hash(old) != self.old_hash:
             raise ValueError(
-                f"{self.name}: the weight difference was made of other values than this server holds: publish the "
-                "whole weights"
+                f"{self.name}: the weight difference was computed from values that this server does not hold: publish "
+                "the whole weights"
             )
         if self.kind is Kind.SAME:
             return self._checked(old)

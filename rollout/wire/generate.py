@@ -253,7 +253,7 @@ class GenerateReply:
         reason = an_object(need(meta, "finish_reason", GENERATE), GENERATE)
         kind = need(reason, "type", GENERATE)
         if kind not in set(Finish):
-            raise ValueError(f"{GENERATE}: finish_reason {kind!r} is none of {', '.join(Finish)}")
+            raise ValueError(f"{GENERATE}: finish_reason {kind!r} is not one of {', '.join(Finish)}")
         if Finish(kind) is Finish.ABORT and "prompt_tokens" not in meta:
             top, meta = {"output_ids": []}, {**meta, **_OF_NO_TOKENS}
         ids = np.asarray(need(top, "output_ids", GENERATE), dtype=np.int64)
@@ -366,7 +366,7 @@ def read_logprobs(rows: Sequence[Sequence[Any]], ids: NDArray[np.int64]) -> NDAr
     out = np.fromiter(map(itemgetter(0), rows), dtype=np.float32, count=len(rows))
     of = np.fromiter(map(itemgetter(1), rows), dtype=np.int64, count=len(rows))
     if not np.array_equal(of, ids):
-        raise ValueError(f"{GENERATE}: the {len(of)} log-probs are of other tokens than the {len(ids)} of the text")
+        raise ValueError(f"{GENERATE}: the {len(of)} log-probs belong to other tokens than the {len(ids)} of the text")
     if not np.isfinite(out).all():
         raise ValueError(f"{GENERATE}: a log-prob of token {int(of[~np.isfinite(out)][0])} is not finite")
     return out

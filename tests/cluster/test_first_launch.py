@@ -159,7 +159,7 @@ def test_the_rehearsal_runs_on_cpu_ranks(cluster: Cluster, work: Path) -> None:
     run += ["--ray-address", cluster.ray_address]
     done = cluster[1].run([sys.executable, *run], check=False, env=OFFLINE, timeout_s=500.0)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    seen = ["fetch", "dequantize", "convert", "stage", "rollout server 0 of 1: ", "trainer and rollout agree"]
+    seen = ["fetch", "dequantize", "convert", "stage", "rollout server 0 of 1: ", "Log-probability check passed"]
     seen += [f"step {k}/3" for k in (1, 2, 3)]
     places = [done.stdout.find(text) for text in seen]
     assert -1 not in places and places == sorted(places), (

@@ -124,9 +124,7 @@ def kept(run: Run, home: Path) -> Path:
     sets = (x for one in settings for x in ("--set", one))
     done = run("--run-dir", str(home / "kept"), *SMALL, *sets, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(
-        r"trainer and rollout agree on \d+ tokens: kl 0\.0e\+00, largest difference 0\.0e\+00 nats", done.stdout
-    )
+    assert re.search(r"Log-probability check passed: KL 0\.0e\+00 over \d+ tokens, max difference 0 nats", done.stdout)
     return home / "kept" / "rollouts" / "step_1.jsonl"
 
 

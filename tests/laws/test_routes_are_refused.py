@@ -350,4 +350,4 @@ def test_traces_with_and_without_seals_do_not_mix() -> None:
 def test_the_payload_of_deepseek_v3() -> None:
     """58 of 61 layers have experts, 8 of 256 a token: 4.2 times smaller."""
     line = payload_line(num_layers=61, moe_layers=58, top_k=8, num_experts=256)
-    assert line == "routes: 464 B a token, int32 of all layers 1952"
+    assert line == "Routing data: 464 B/token (int32 would need 1952)"

@@ -176,7 +176,7 @@ def test_a_run_that_was_told_to_stop_ends_with_the_status_of_that(monkeypatch: p
     """Exit statuses distinguish a mistake (2) from a stop with everything saved."""
 
     def stopped(*_: Any, **__: Any) -> None:
-        raise Stopped("SIGTERM: step 6 is saved, --resume goes on from it", 143)
+        raise Stopped("SIGTERM: step 6 is saved, --resume continues from it", 143)
 
     monkeypatch.setattr("miles_like.run.pipeline.run_stages", stopped)
     result = CliRunner().invoke(app, ["train", "configs/tiny.toml", "--run-dir", "nowhere"])

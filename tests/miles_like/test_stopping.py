@@ -125,7 +125,7 @@ def test_sigterm_asks_first_and_the_loop_ends_where_it_can_save() -> None:
 
     end = asked(loop, grace_s=30)
     assert isinstance(end, Stopped) and end.status == 143 and SEEN == ["saved"]
-    assert str(end) == "SIGTERM: step 7 is saved, --resume goes on from it"
+    assert str(end) == "SIGTERM: step 7 is saved, --resume continues from it"
     assert "nothing is saved yet" in str(StopRequest().stopped(None))
 
 

@@ -265,13 +265,13 @@ class RolloutAlgorithm(Part):
             )
         if group == 1 and self.filter == "nonzero_std":
             raise ValueError(
-                "train.samples_per_group = 1 with algorithm.filter = 'nonzero_std', which discards every group of one "
-                "sample: raise it, or set algorithm.filter = 'off'"
+                "train.samples_per_group = 1, but algorithm.filter = 'nonzero_std' discards groups of one sample: "
+                "increase it, or set algorithm.filter = 'off'"
             )
         if group == 1 and advantage in GROUP_LEVEL:
             raise ValueError(
-                f"train.samples_per_group = 1 with algorithm.advantage = {advantage!r}, which is 0 for a group of "
-                "one sample: raise it, or set algorithm.advantage to 'reinforce', 'reinforce_pp' or 'ppo'"
+                f"train.samples_per_group = 1, but algorithm.advantage = {advantage!r} needs at least 2 samples per "
+                "group: increase it, or use 'reinforce', 'reinforce_pp' or 'ppo'"
             )
         if self.overlong is not None and (self.overlong.overlong_buffer or 1) > longest_answer:
             raise ValueError(

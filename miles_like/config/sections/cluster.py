@@ -25,7 +25,7 @@ def parse_ranges(text: str) -> tuple[int, ...]:
         found = re.fullmatch(r"\s*(\d{1,6})(?:\s*-\s*(\d{1,6}))?\s*", part)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
         if not first <= last < MOST_NODES:
-            raise ValueError(f"{text!r} is no list of numbers and ranges: write it as '0-3' or '0,2,4-7'")
+            raise ValueError(f"{text!r} is not a list of numbers and ranges: write it as '0-3' or '0,2,4-7'")
         numbers += range(first, last + 1)
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"{text!r} names a number twice: name each once")

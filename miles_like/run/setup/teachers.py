@@ -277,7 +277,7 @@ def check_same_shapes(name: str, teacher: Mapping[str, Any], student: Mapping[st
     for tensor in [*a, *b]:
         if a.get(tensor) != b.get(tensor):
             raise ValueError(
-                f"teacher {name!r} is of another architecture than the student: {tensor} is "
+                f"teacher {name!r} has a different architecture from the student: {tensor} is "
                 f"{_shape(a.get(tensor))} there and {_shape(b.get(tensor))} here, and its weights are swapped "
                 "with the student's: set kind = 'server', which serves any architecture"
             )

@@ -25,9 +25,13 @@ async def release_servers(rollout: RolloutSide, urls: Sequence[str]) -> None:
 
 def released(config: RunConfig) -> str:
     """The sentence for the log once the servers have released their memory."""
-    ends = f"no server is replaced while both take turns, although publish.replacements = {config.publish.replacements}"
-    lost = f"; {ends}: a run that loses one ends, and --resume goes on" if config.publish.replacements else ""
-    return f"rollout servers have released their memory; the trainer starts{lost}"
+    done, n = "rollout servers have released their memory; the trainer starts", config.publish.replacements
+    if not n:
+        return done
+    return (
+        f"{done}; servers are not replaced while both sides take turns, although publish.replacements = {n}: a run "
+        "that loses one ends and can be continued with --resume"
+    )
 
 
 class TurnTaking:

@@ -104,4 +104,6 @@ def check_agreement(chosen: Sequence[Tensor], exchange: Exchange) -> None:
     all_of_them = exchange.gathered_first(digest[None])[:, 0].tolist()
     for rank, other in enumerate(all_of_them):
         if other != all_of_them[0]:
-            raise RuntimeError(f"rank {rank} of this server chose other experts than rank 0: it has other weights")
+            raise RuntimeError(
+                f"rank {rank} of this server chose different experts from rank 0: it has different weights"
+            )

@@ -241,10 +241,10 @@ class Service:
         thread may call it. Raises ValueError."""
         checkpoint = opened(path)
         if DELTA in checkpoint.config:
-            raise ValueError(f'{path} has weight differences, which are no model: send load_format "{DELTA}"')
+            raise ValueError(f'{path} has weight differences, not a model: send load_format "{DELTA}"')
         arch = architecture_of(checkpoint.config, eos_ids=self.arch.eos_ids)
         if arch != self.arch:
-            raise ValueError(f"{path} is another model than {self.model_path}: start a server for it")
+            raise ValueError(f"{path} is a different model from {self.model_path}: start a server for it")
         self.store.check_coverage(spec_from_hf(checkpoint.config), path)
         return checkpoint
 

@@ -73,7 +73,7 @@ class UpdateGroups:
                 "less, or start it with --bucket-bytes"
             )
         if (group := self._groups.get(request.group_name)) is None:
-            raise ValueError(f"this server is no member of group {request.group_name!r}: join it first")
+            raise ValueError(f"this server is not a member of group {request.group_name!r}: join it first")
         bucket = torch.empty(nbytes, dtype=torch.uint8)
         with Exclusive(self._busy):
             try:

@@ -46,7 +46,7 @@ def read_segment(text: str, most: int) -> list[NamedTensor]:
 def _read(fd: int, name: str, layout: Layout) -> list[NamedTensor]:
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        raise ValueError(f"segment {name} is no shared memory of this server's user")
+        raise ValueError(f"segment {name} is not shared memory owned by this server's user")
     held = found.st_size - HEADER
     for t in layout:
         if t.start + t.nbytes > held:

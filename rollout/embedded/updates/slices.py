@@ -98,7 +98,7 @@ class SliceReceiver:
         """Receives the messages of a piece; returns their bytes. After a failure the group is left."""
         with Exclusive(self._busy):
             if self._group is None or name != self._name:
-                raise ValueError(f"this server is no member of group {name!r}: join it first")
+                raise ValueError(f"this server is not a member of group {name!r}: join it first")
             messages = self._plan.messages.get(piece, ())
             buffers = [torch.empty(sum(s.nbytes for s in m.segments), dtype=torch.uint8) for m in messages]
             source = messages[0].source if messages else 0

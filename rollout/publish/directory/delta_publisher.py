@@ -85,7 +85,7 @@ class DeltaPublisher(DiskPublisher):
         while not path.exists():
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{path} of trainer rank 0 is not there after {limit:g} s (publish.parts_timeout_s): every rank "
+                    f"{path} of trainer rank 0 does not exist after {limit:g} s (publish.parts_timeout_s): every rank "
                     "must see this directory. Nothing was sent"
                 )
             time.sleep(POLL_S)

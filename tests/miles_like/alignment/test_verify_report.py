@@ -177,7 +177,7 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
 def test_a_run_starts_on_a_gap_that_is_explained_alone() -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     check_before_start(report(), console, 1.5)
-    assert "agree on 2 tokens" in console.export_text()
+    assert "over 2 tokens" in console.export_text()
     with refuses(ValueError, "mismatch.check_prompts", 0):
         check_before_start(report((Cause.STALE, "w")), console, 1.5)
 

@@ -48,7 +48,7 @@ def test_the_file_of_two_steps_by_hand(tmp_path):
         "ledger/discarded": 5.0,
         "ledger/in_flight": 4.0,
     }
-    balance = "16 samples issued = 7 trained + 5 discarded (3 stale, 1 no reward, 1 cut) + 4 in flight"
+    balance = "Samples: 16 generated, 7 trained, 5 discarded (3 stale, 1 no reward, 1 cut), 4 in flight"
     assert ledger.close() == balance
 
 

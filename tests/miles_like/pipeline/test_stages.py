@@ -95,7 +95,7 @@ def test_what_is_whole_is_skipped_and_what_was_broken_off_is_redone(config: RunC
         go(cluster, config, tmp_path / "runs" / "a")
     cluster.break_convert = False
     printed = go(cluster, config, tmp_path / "runs" / "a")
-    assert "(half-written)" in printed and printed.count("complete, skipped") == 2
+    assert "(incomplete)" in printed and printed.count("complete, skipped") == 2
     assert cluster.ran == ["convert", "convert", "train"]
     assert go(cluster, config, tmp_path / "runs" / "a").count("complete, skipped") == 5
 
@@ -378,7 +378,7 @@ def test_the_option_that_a_damaged_checkpoint_is_told_with_works(
     saving.stopped = True
     ended = command()
     assert ended.exit_code == 143, ended.output
-    assert "stopped: SIGTERM: step 3 is saved, --resume goes on from it" in ended.stdout and not ended.stderr
+    assert "stopped: SIGTERM: step 3 is saved, --resume continues from it" in ended.stdout and not ended.stderr
     damaged = tmp_path / "runs" / "a" / "checkpoints" / "step_3" / "groups.safetensors"
     damaged.unlink()
     refused = command("--resume")
@@ -400,9 +400,9 @@ def test_another_layout_stages_what_is_missing_in_the_same_directory(config: Run
     times = {p: p.stat().st_mtime_ns for p in staged.rglob("*") if p.is_file()}
     two = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": 2})})
     printed = go(cluster, two, tmp_path / "runs" / "b")
-    assert "(made from other inputs)" in printed
+    assert "(configuration changed)" in printed
     assert list((tmp_path / "runs" / "cache").glob("stage-*/data")) == [staged]
-    assert "(each node checks what it has)" in go(cluster, two, tmp_path / "runs" / "c")
+    assert "(each node verifies its copy)" in go(cluster, two, tmp_path / "runs" / "c")
     assert times == {p: p.stat().st_mtime_ns for p in staged.rglob("*") if p.is_file()}
     go(cluster, two, tmp_path / "runs" / "d", stages="train")
     assert cluster.ran == ["convert", "train", "train", "train", "train"]

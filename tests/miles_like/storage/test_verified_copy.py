@@ -51,7 +51,7 @@ def test_a_whole_output_is_whole(output: Path) -> None:
         (lambda root: (root / "a.bin").unlink(), "a.bin is missing"),
         (lambda root: (root / "a.bin").write_bytes(b"a" * 999), "999 bytes, not 1000"),
         (lambda root: ((root / "a.bin").write_bytes(b"a" * 999 + b"x"), touch_later(root / "a.bin")), "was changed"),
-        (lambda root: (root.parent / MARKER).unlink(), "half-written"),
+        (lambda root: (root.parent / MARKER).unlink(), "incomplete"),
         (lambda root: (root.parent / MARKER).write_text("{"), "its marker .complete.json is damaged"),
         (lambda root: (root.parent / MARKER).write_text("[" * 100_000), "is damaged"),
         (lambda root: rewrite(root, lambda m: m | {"files": {"../a.bin": m["files"]["a.bin"]}}), "is damaged"),
@@ -77,14 +77,14 @@ def test_hashes_that_the_writer_knows_are_taken_from_it(output: Path) -> None:
 
 
 def test_other_inputs_make_another_key(output: Path) -> None:
-    assert why_incomplete(output.parent, "other") == "made from other inputs"
+    assert why_incomplete(output.parent, "other") == "configuration changed"
     assert input_key("s", {"a": 1}) != input_key("s", {"a": 2})
     assert input_key("s", {"a": 1}) != input_key("t", {"a": 1})
     assert input_key("s", {"a": 1, "b": 2}) == input_key("s", {"b": 2, "a": 1})
 
 
 def test_nothing_there_is_told_from_half_written(tmp_path: Path) -> None:
-    assert why_incomplete(tmp_path / "none", "k") == "not there"
+    assert why_incomplete(tmp_path / "none", "k") == "no cached copy"
 
 
 def copy_of(output: Path, target: Path) -> StageFiles:

@@ -157,6 +157,18 @@ def test_every_failure_is_one_sentence_that_names_the_server(fault: str, facts: 
     assert fault in ("html", "large", "gzip") or "s.log" in text
 
 
+def test_the_log_of_a_server_is_named_with_its_last_error(tmp_path: Path) -> None:
+    """A run has a log for each of its servers in one directory; of an earlier one at the same port too."""
+    (tmp_path / "embedded_31007.log").write_text("ready\nOSError: no space left\nwaiting\n")
+    (tmp_path / "embedded_31008.log").write_text("RuntimeError: another server's\n")
+    with FakeServer() as server:
+        port = server.url.rpartition(":")[2]
+        (tmp_path / f"embedded_{port}.log").write_text("ready\nMemoryError: out of memory\nwaiting\n")
+        server.fault = {endpoints.GENERATE: "reset"}
+        with refuses(RolloutError, f"embedded_{port}.log", "MemoryError", unrecorded="its port differs"):
+            generate(server.url, PROMPTS, request_timeout_s=5, log=tmp_path)
+
+
 def test_a_server_that_is_not_there() -> None:
     """A port on which nothing listens, as after a crash."""
     with socket.socket() as s:
