@@ -43,7 +43,7 @@ def raise_failures(checks: Iterable[CheckResult]) -> None:
     """Raises ValueError with the texts of all failed checks, without repeats."""
     wrong = list(dict.fromkeys(c.text for c in checks if c.outcome is Outcome.WRONG))
     if len(wrong) > 1:
-        raise ValueError(f"{len(wrong)} things are wrong: " + "; ".join(f"({i}) {w}" for i, w in enumerate(wrong, 1)))
+        raise ValueError(f"{len(wrong)} problems found: " + "; ".join(f"({i}) {w}" for i, w in enumerate(wrong, 1)))
     if wrong:
         raise ValueError(wrong[0])
 

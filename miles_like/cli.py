@@ -18,6 +18,7 @@ from miles_like.commands.data.files import data
 from miles_like.commands.doctor import doctor
 from miles_like.commands.evaluate import evaluate
 from miles_like.commands.export import export
+from miles_like.commands.options import Command, Group
 from miles_like.commands.output import LOG_LEVELS, set_output
 from miles_like.commands.plan import plan
 from miles_like.commands.quantize import dequantize, quantize
@@ -32,7 +33,7 @@ atexit.register(gc.freeze)
 
 RUNS, CHECKPOINTS, PLANS, DATA = "Runs", "Checkpoints", "Plans and nodes", "Data"
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 _PANELS: dict[str, dict[str, Callable[..., None]]] = {
     RUNS: {"demo": demo, "init": init, "train": train, "verify": verify, "eval": evaluate, "report": report},
     CHECKPOINTS: {"export": export, "quantize": quantize, "dequantize": dequantize, "serve": serve},
@@ -40,7 +41,7 @@ _PANELS: dict[str, dict[str, Callable[..., None]]] = {
 }
 for panel, commands in _PANELS.items():
     for name, command in commands.items():
-        app.command(name, rich_help_panel=panel)(command)
+        app.command(name, cls=Command, rich_help_panel=panel)(command)
 app.add_typer(convert, name="convert", rich_help_panel=CHECKPOINTS)
 app.add_typer(data, name="data", rich_help_panel=DATA)
 
@@ -65,9 +66,10 @@ def output(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="print mismatch, tokens per second and phase times with each step")
     ] = False,
+    json: Annotated[bool, typer.Option("--json", help="print only the metrics of each step, as JSON lines")] = False,
 ) -> None:
     with one_sentence():
-        set_output(quiet=quiet, log_level=log_level, verbose=verbose)
+        set_output(quiet=quiet, log_level=log_level, verbose=verbose, json=json)
 
 
 def main() -> None:

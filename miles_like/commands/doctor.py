@@ -14,16 +14,24 @@ from miles_like.commands.output import console
 
 def doctor(
     ray_address: Annotated[
-        str | None, typer.Option("--ray-address", help="a Ray cluster, all nodes of which are examined")
+        str | None, typer.Option("--ray-address", help="examine all nodes of this Ray cluster")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="a run's, to whose nodes, GPUs, ports and disks they are held")
+        Path | None,
+        typer.Option("--config", help="validate nodes, GPUs, ports and disks against this run's configuration"),
     ] = None,
-    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="that run's, examined with the other disks")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="everything that was found and measured")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="the run directory, whose disk is examined too")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="write all findings and measurements to this file")
+    ] = None,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
 ) -> None:
-    """Examine the nodes of a Ray cluster, or this machine: a table, and a remedy for each fault; status 1 with one."""
+    """Examine the nodes of a Ray cluster, or this machine, and print a remedy for each fault.
+
+    Exits 1 if there is a fault.
+    """
     with one_sentence():
         from miles_like.config.load import load_config
         from miles_like.doctor.report import print_examination, write_examination

@@ -3,21 +3,66 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
+
+class _PlainFlags:
+    """Help shows a flag without a type: `--quiet`, not `--quiet <bool>`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of the command that this is mixed into
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class Command(_PlainFlags, TyperCommand):
+    """A command of this program."""
+
+
+class Group(_PlainFlags, TyperGroup):
+    """A group of commands of this program."""
+
+
+_AGAIN = "Continue or repeat a run"  # panel of the help
 FORMATS = "fp8, fp8-ue8m0, int4, mxfp8, mxfp4 or nvfp4"
 SetOption = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a configuration key, e.g. train.steps=10")
 ]
 RunDirOption = Annotated[Path, typer.Option("--run-dir", help="run directory")]
-ResumeOption = Annotated[bool, typer.Option("--resume/--no-resume", help="continue from the last checkpoint")]
-FromStepOption = Annotated[
-    int | None, typer.Option("--from-step", metavar="N", help="continue from the checkpoint of step N")
+ResumeOption = Annotated[
+    bool,
+    typer.Option("--resume/--no-resume", rich_help_panel=_AGAIN, help="continue from the last checkpoint"),
 ]
-FreshOption = Annotated[bool, typer.Option("--fresh/--no-fresh", help="discard the run and repeat its complete stages")]
-FuseOption = Annotated[bool, typer.Option("--fuse", help="decode FP8 during conversion, without a BF16 copy on disk")]
+FromStepOption = Annotated[
+    int | None,
+    typer.Option(
+        "--from-step",
+        metavar="N",
+        rich_help_panel=_AGAIN,
+        help="continue from the checkpoint of step N",
+    ),
+]
+FreshOption = Annotated[
+    bool,
+    typer.Option(
+        "--fresh/--no-fresh",
+        rich_help_panel=_AGAIN,
+        help="discard the run and repeat its complete stages",
+    ),
+]
+FuseOption = Annotated[
+    bool,
+    typer.Option(
+        "--fuse",
+        rich_help_panel="Stages before training",
+        help="decode FP8 during conversion, without a BF16 copy on disk",
+    ),
+]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="validate and print the plan; changes nothing")]
 RayOption = Annotated[str | None, typer.Option("--ray-address", help="address of the Ray cluster to run on")]
 CacheOption = Annotated[

@@ -16,29 +16,34 @@ from miles_like.device_table import DEVICES
 
 def plan(
     path: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="a run's configuration")] = None,
-    config: Annotated[Path | None, typer.Option("--config", help="the same, as an option")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="the plan, with sizes in GiB")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="the configuration, as an option")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="write the plan to this file, sizes in GiB")] = None,
     device: Annotated[
-        str | None, typer.Option("--device", help=f"in place of cluster.device: {', '.join(DEVICES)}")
+        str | None, typer.Option("--device", help=f"use this device instead of cluster.device: {', '.join(DEVICES)}")
     ] = None,
     imbalance: Annotated[
         float | None,
-        typer.Option(
-            "--imbalance", min=1.0, help="rows of the busiest rank's experts over the average; 1.25 if absent"
-        ),
+        typer.Option("--imbalance", min=1.0, help="load of the busiest rank's experts over the average; default: 1.25"),
     ] = None,
-    prompt: Annotated[float | None, typer.Option("--prompt", min=1, help="mean tokens of a prompt")] = None,
-    response: Annotated[float | None, typer.Option("--response", min=1, help="mean tokens of a response")] = None,
-    reward_s: Annotated[float, typer.Option("--reward-seconds", min=0, help="of one score")] = 0.0,
+    prompt: Annotated[float | None, typer.Option("--prompt", min=1, help="mean prompt length in tokens")] = None,
+    response: Annotated[float | None, typer.Option("--response", min=1, help="mean response length in tokens")] = None,
+    reward_s: Annotated[float, typer.Option("--reward-seconds", min=0, help="seconds per score")] = 0.0,
     search: Annotated[bool, typer.Option("--search", help="rank other layouts by predicted tokens/s")] = False,
-    nodes: Annotated[str | None, typer.Option("--nodes", help="of the search: 16, or 8,16,32")] = None,
-    by: Annotated[str | None, typer.Option("--by", help="of the search: speed, or cost in GPU-hours a token")] = None,
-    formats: Annotated[str | None, typer.Option("--formats", help="of the search: bf16,fp8,...")] = None,
-    write: Annotated[Path | None, typer.Option("--write", help="the search's best layout, as TOML")] = None,
+    nodes: Annotated[str | None, typer.Option("--nodes", help="with --search: numbers of nodes, e.g. 8,16,32")] = None,
+    by: Annotated[
+        str | None, typer.Option("--by", help="with --search: rank by speed or by cost (GPU-hours per token)")
+    ] = None,
+    formats: Annotated[str | None, typer.Option("--formats", help="with --search: formats, e.g. bf16,fp8")] = None,
+    write: Annotated[
+        Path | None, typer.Option("--write", help="with --search: write the best layout to this TOML file")
+    ] = None,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
 ) -> None:
-    """Plan a run: memory by pipeline stage and phase, host memory, disk, and seconds of a step; status 1 if it does not
-    fit. With --search instead: other layouts that fit, by predicted speed; status 1 if there is none."""
+    """Plan a run: memory by pipeline stage and phase, host memory, disk and step time.
+
+    Exits 1 if the run does not fit. With --search it ranks other layouts that fit by predicted speed, and exits 1 if
+    there are none.
+    """
     with one_sentence():
         from miles_like.config.load import load_config
         from miles_like.run.plan import Predictions, SearchOptions, plan_run, search_layouts

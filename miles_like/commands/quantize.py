@@ -27,14 +27,16 @@ def quantize(
     scope: Annotated[
         str | None, typer.Option("--scope", help="all or experts; default for 4-bit formats: experts")
     ] = None,
-    block: Annotated[str | None, typer.Option("--block", help="rows x columns of an FP8 block, e.g. 128x128")] = None,
-    group: Annotated[int | None, typer.Option("--group", help="columns of an INT4 group: 32, 64, 128")] = None,
+    block: Annotated[str | None, typer.Option("--block", help="FP8 block size, rows x columns, e.g. 128x128")] = None,
+    group: Annotated[int | None, typer.Option("--group", help="INT4 group size in columns: 32, 64 or 128")] = None,
     convention: Annotated[
         str | None, typer.Option("--convention", help="deepseek, sglang, compressed-tensors or modelopt")
     ] = None,
     ignore: Annotated[
         list[str] | None,
-        typer.Option("--ignore", metavar="PATTERN", help="modules to leave unquantized: layers.0.self_attn or re:..."),
+        typer.Option(
+            "--ignore", metavar="PATTERN", help="modules to leave unquantized, e.g. layers.0.self_attn or re:..."
+        ),
     ] = None,
     report: Annotated[
         bool, typer.Option("--report", help="measure the quantization error: table, JSON file, plots")

@@ -18,17 +18,19 @@ def simulate(
     config: Path,
     run: Annotated[
         Path | None,
-        typer.Option("--from", metavar="RUN_DIR", help="a run, for its answers and the seconds of its steps"),
+        typer.Option("--from", metavar="RUN_DIR", help="take answer lengths and step times from this run"),
     ] = None,
     lengths_from: Annotated[
         Path | None,
-        typer.Option("--lengths-from", metavar="DIR", help="step_N.jsonl of any run's rollouts, for its answers alone"),
+        typer.Option(
+            "--lengths-from", metavar="DIR", help="take only answer lengths, from a directory of step_N.jsonl"
+        ),
     ] = None,
     overrides: Annotated[
-        list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a key of the config, or a simulation.KEY")
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a configuration key or a simulation.KEY")
     ] = [],  # noqa: B006  typer does not change the default
-    json: Annotated[Path | None, typer.Option("--json", help="all figures")] = None,
-    gantt: Annotated[Path | None, typer.Option("--gantt", help="a picture of some steps, as PNG")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="write all results to this file")] = None,
+    gantt: Annotated[Path | None, typer.Option("--gantt", help="draw some steps to this PNG file")] = None,
 ) -> None:
     """Simulate the loop of a configuration: step time, idle shares, staleness, goodput."""
     with one_sentence():

@@ -14,33 +14,35 @@ from miles_like.commands.output import console, echo
 
 
 def verify(
-    config: Annotated[Path, typer.Option("--config")],
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="logs and plots")] = Path("runs/verify"),
-    json: Annotated[Path | None, typer.Option("--json", help="the figures and verdicts")] = None,
+    config: Annotated[Path, typer.Option("--config", help="configuration of the run")],
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="directory for logs and plots")] = Path("runs/verify"),
+    json: Annotated[Path | None, typer.Option("--json", help="write metrics and verdicts to this file")] = None,
     rollouts: Annotated[
-        Path | None, typer.Option("--rollouts", help="a rollouts/step_N.jsonl of a run, in place of new samples")
+        Path | None, typer.Option("--rollouts", help="compare on a run's rollouts/step_N.jsonl instead of new samples")
     ] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="a checkpoints/step_N of a run, in place of its beginning")
+        Path | None,
+        typer.Option("--checkpoint", help="compare a run's checkpoints/step_N instead of its initial weights"),
     ] = None,
-    server: Annotated[
-        list[str] | None, typer.Option("--server", metavar="URL", help="a running server, in place of starting one")
-    ] = None,
+    server: Annotated[list[str] | None, typer.Option("--server", metavar="URL", help="use this running server")] = None,
     key_file: KeyFileOption = None,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="publish the trainer's weights to the servers named by --server, once hashed"),
+        typer.Option("--overwrite", help="publish the trainer's weights to the --server after comparing hashes"),
     ] = False,
     layers: Annotated[
         bool, typer.Option("--layers", help="name the first layer whose residual stream differs")
     ] = False,
-    prompts: Annotated[int | None, typer.Option("--prompts", min=1, help="to sample, 32 by default")] = None,
+    prompts: Annotated[
+        int | None, typer.Option("--prompts", min=1, help="number of prompts to sample; default: 32")
+    ] = None,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
     ray_address: RayOption = None,
 ) -> None:
     """Compare trainer and rollout log-probabilities and diagnose the difference.
 
-    Exits 1 if it exceeds what the precision explains."""
+    Exits 1 if it exceeds what the precision explains.
+    """
     with one_sentence(run_dir / "logs"):
         from miles_like.api import models
 

@@ -98,13 +98,13 @@ class TeacherProcess:
                 return failed
             what = "has ended" if ended else "does not answer"
             if not self.restarts:
-                raise RolloutError(f"server {failed.url} {what} again, and was started again as often as a run does")
+                raise RolloutError(f"server {failed.url} {what} again, after as many restarts as a run makes")
             self.restarts -= 1
-            self.say(f"the server of teacher {name!r} ({failed.url}) {what}; it is started again")
+            self.say(f"the server of teacher {name!r} ({failed.url}) {what}: restarting it")
             try:
                 self.client = await asyncio.to_thread(self.restart)
             except RuntimeError as e:
-                raise RolloutError(f"its server cannot be started again: {e}") from None
+                raise RolloutError(f"its server cannot be restarted: {e}") from None
             await failed.close()
             return self.client
 

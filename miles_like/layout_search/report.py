@@ -15,7 +15,18 @@ from rich.table import Table
 from miles_like.config.load import dump_config
 from miles_like.layout_search.search import Found, Searched
 
-_COLUMNS = ("", "GPUs", "tokens/s", "a GPU", "step s", "GPU h / B tokens", "decided by", "trainer", "servers", "spare")
+_COLUMNS = (
+    "",
+    "GPUs",
+    "tokens/s",
+    "per GPU",
+    "step s",
+    "GPU h / B tokens",
+    "limited by",
+    "trainer",
+    "servers",
+    "spare",
+)
 
 
 def print_search(console: Console, searched: Searched) -> None:

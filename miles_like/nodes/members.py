@@ -109,7 +109,7 @@ def suitable_nodes(
             raise ValueError(_too_few(nodes, count, gpus_per_node, 0.0 if is_local() else timeout_s))
         if len(found) != before or waited - silent_since >= SAY_EVERY_S:
             say(
-                f"waiting for nodes: {len(found)} of {format_nodes(count, gpus_per_node)} are in the Ray cluster after "
+                f"Waiting for nodes: {len(found)} of {format_nodes(count, gpus_per_node)} are in the Ray cluster after "
                 f"{waited:.0f} s, up to {timeout_s:g} s (cluster.timeout_s)"
             )
             before, silent_since = len(found), waited

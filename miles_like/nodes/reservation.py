@@ -98,7 +98,7 @@ def reserve(
                 "they are free, or set cluster.when_busy = 'queue' to wait for them"
             )
         if when_busy == "queue" and (not silent_since or waited - silent_since >= SAY_EVERY_S):
-            say(f"queued for {waited:.0f} s: {busy}")
+            say(f"Queued for {waited:.0f} s: {busy}")
             silent_since = max(waited, 1e-9)
         time.sleep(min(1.0, limit.left()) if when_busy == "refuse" else 1.0)
         if when_busy == "queue":

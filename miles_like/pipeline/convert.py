@@ -35,7 +35,7 @@ class Conversion:
         parts, of = self.kept
         kept = f", {parts} of {of} parts kept from an interrupted run" if parts else ""
         rate = self.bytes / self.seconds / 1e9
-        less = f"; left out: {len(self.skipped)} tensors, first {self.skipped[0]}" if self.skipped else ""
+        less = f"; omitted: {len(self.skipped)} tensors, first {self.skipped[0]}" if self.skipped else ""
         return (
             f"{self.tensors:,} tensors, {self.bytes:,} bytes -> {self.out} in {self.seconds:.1f} s ({rate:.2f} GB/s"
             f"{kept}){less}"
@@ -93,7 +93,9 @@ def to_megatron(
     hf = read_config(hf_dir)
     check_layout(ParallelConfig(tp=tp, ep=ep, etp=etp, dp=dp), hf)
     if pp > (layers := family_of(hf).num_layers(hf)):
-        raise ValueError(f"--pp {pp}: the model has {layers} layers, a stage needs at least one; choose fewer stages")
+        raise ValueError(
+            f"--pp {pp}: the model has {layers} layers, and each stage needs at least one: use fewer stages"
+        )
     began = time.monotonic()
     report = to_megatron(
         hf_dir.resolve(),  # other nodes have other working directories
@@ -144,4 +146,4 @@ def check(directory: Path, *, memory_limit: int, workers: int) -> str:
     from megatron_bridge.convert.check import check
 
     report = check(directory, memory_limit=memory_limit, workers=workers)
-    return f"{directory} is whole: {report.tensors:,} tensors, {report.files:,} files, {report.bytes:,} bytes"
+    return f"{directory} is complete: {report.tensors:,} tensors, {report.files:,} files, {report.bytes:,} bytes"

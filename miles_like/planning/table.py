@@ -154,7 +154,7 @@ def _disk(plan: Plan) -> str:
     if disk.node:
         own = ", ".join(f"{name} {unit.text(n)}" for name, n in disk.node.items() if n)
         used, there = sum(disk.node.values()), disk.node_disk
-        text += f", {unit.text(used)} of {unit.text(there)} {unit.name} on a node's own ({own})"
+        text += f", {unit.text(used)} of {unit.text(there)} {unit.name} on each node's disk ({own})"
     return text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from miles_like.config.sections.metric_direction import better
 from miles_like.report.health import Warner
+from miles_like.report.rows import json_row
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -42,6 +44,17 @@ _REPORTED = (
 )
 
 
+class JsonLines(Console):
+    """A console for programs: prints nothing but one JSON object per step, as in metrics.jsonl, and per warning."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+
+    def line(self, text: str) -> None:
+        self.file.write(f"{text}\n")
+        self.file.flush()
+
+
 def verbose() -> bool:
     """Whether mismatch, speed and phases are printed with each step: `-v`, or a `--log-level` of info or debug."""
     return logging.getLogger("miles_like").isEnabledFor(logging.INFO)
@@ -64,10 +77,15 @@ class ConsoleSink:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._rows.append({"step": float(step), **metrics})
+        warnings = self._warner.begun(self._rows)
+        if isinstance(self._console, JsonLines):
+            for text in (json_row(step, metrics), *(json.dumps({"step": step, "warning": w}) for w in warnings)):
+                self._console.line(text)
+            return
         # soft_wrap: a line cut to the guessed width of a log file would lose values
         line = step_line(self._rows, steps=self._steps, verbose=verbose())
         self._console.print(f"[bold]{escape(line[0])}[/]{escape(line[1])}", highlight=False, soft_wrap=True)
-        for text in self._warner.begun(self._rows):
+        for text in warnings:
             self._console.print(
                 f"{'':12}[yellow]warning:[/] step {step}: {escape(text)}", highlight=False, soft_wrap=True
             )

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
 from miles_like.protocols import MetricSink
+from miles_like.report.rows import json_row
 from miles_like.storage.appended_file import AppendedFile
-
-NON_FINITE = "nonfinite_count"
 
 
 class JsonlSink:
-    """`metrics.jsonl`: one object per step, appended and flushed, so that a killed run keeps its metrics.
-
-    JSON has no nan or infinity: such values are written as null, and `nonfinite_count` is their number.
-    """
+    """`metrics.jsonl`: one object per step, appended and flushed, so that a killed run keeps its metrics."""
 
     def __init__(self, path: Path) -> None:
         self.file = AppendedFile(path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        row: dict[str, float | None] = {"step": step}
-        row |= {k: v if math.isfinite(v) else None for k, v in metrics.items()}
-        bad = sum(v is None for v in row.values())
-        if bad:
-            row[NON_FINITE] = bad
-        self.file.write(json.dumps(row, allow_nan=False) + "\n")
+        self.file.write(json_row(step, metrics) + "\n")
 
     def close(self) -> None:
         self.file.close()

@@ -59,7 +59,9 @@ def read_evaluation_config(
     known = AloneConfig.model_fields
     for given in overrides:
         for section in override_tree(given).keys() - known.keys():
-            raise ValueError(f"--set {given}: an evaluation has no {section!r}, it reads {', '.join(known)}: remove it")
+            raise ValueError(
+                f"--set {given}: an evaluation has no section {section!r}, only {', '.join(known)}: remove it"
+            )
     tree = {k: v for k, v in read_tree(source, overrides).items() if k in known}
     given = tree.get("data", {})
     tree["data"] = given if given.get("sources") else {"train": "", **given}
@@ -80,7 +82,7 @@ def _sets(data: Sequence[str]) -> dict[str, dict[str, str]]:
         name, path = (before, after) if eq and NAME.fullmatch(before) else (Path(text.partition(":")[0]).stem, text)
         if name in out:
             raise ValueError(
-                f"--data {text}: {name!r} is {out[name]['path']} already: give one another name, NAME=FILE"
+                f"--data {text}: {name!r} already names {out[name]['path']}: use a different name, NAME=FILE"
             )
         out[name] = {"path": path}
     return out
@@ -130,8 +132,8 @@ def _named(a: Answers) -> dict[str, str]:
         "prompts": str(len(a.greedy or a.sampled)),
         "answers": str(len(samples)),
         **{key.rpartition("/")[2]: f"{value:.4f}" for key, value in a.figures().items()},
-        "cut at the limit": f"{sum(s.finish is Finish.LENGTH for s in samples) / n:.4f}",
-        "tokens an answer": f"{sum(s.response_len for s in samples) / n:.1f}",
+        "truncated": f"{sum(s.finish is Finish.LENGTH for s in samples) / n:.4f}",
+        "tokens per answer": f"{sum(s.response_len for s in samples) / n:.1f}",
     }
 
 
@@ -258,7 +260,7 @@ class EvalAlone:
             if info.architectures and wanted and info.architectures != wanted:
                 raise ValueError(
                     f"server {url} serves {', '.join(info.architectures)} ({info.model_path}), {self.hf_dir} is "
-                    f"{', '.join(wanted)}: give a server of this model"
+                    f"{', '.join(wanted)}: use a server of this model"
                 )
             if not info.weight_version.isdecimal():  # "default"
                 await client.set_weight_version(0)

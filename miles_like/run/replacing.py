@@ -63,7 +63,7 @@ class RunReplacements:
         self.pool.leave_out({fault.url for fault in faults})
         for fault in faults:
             self._replaced += 1
-            self.say(f"server {fault.url} is replaced ({self._replaced} of at most {self.limit}): {fault.why}")
+            self.say(f"Replacing server {fault.url} ({self._replaced} of at most {self.limit}): {fault.why}")
         await asyncio.to_thread(partial(self.servers.replace, [fault.url for fault in faults], self.say))
 
     async def join(self, version: int, urls: Collection[str]) -> PublishReport:

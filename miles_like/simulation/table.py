@@ -11,15 +11,15 @@ from miles_like.simulation.figures import SimulationFigures
 
 def figures_table(figures: SimulationFigures, name: str) -> Table:
     step, goodput, groups, faults = figures["step_s"], figures["goodput"], figures["groups"], figures["faults"]
-    table = Table("figure", "value", title=f"{name}, {figures['steps']} steps simulated, {figures['warm']} not counted")
-    table.add_row("seconds a step", f"{step['mean']:.3g} mean, {step['median']:.3g} median, {step['p90']:.3g} p90")
+    table = Table("metric", "value", title=f"{name}, {figures['steps']} steps simulated, {figures['warm']} not counted")
+    table.add_row("seconds per step", f"{step['mean']:.3g} mean, {step['median']:.3g} median, {step['p90']:.3g} p90")
     table.add_row("trainer idle", f"{figures['trainer_idle']:.1%}")
     table.add_row(
         "servers idle", f"{figures['servers_idle']:.1%}; while the trainer: {_listed(figures['servers_idle_while'])}"
     )
     table.add_row("trainer's time", _listed(figures["trainer"]))
-    table.add_row("batch of a busy server", f"{figures['running']:.1f} samples")
-    table.add_row("a step waits for samples", _listed(figures["waits_s"], "{:.3g} s") or "never")
+    table.add_row("batch size of a busy server", f"{figures['running']:.1f} samples")
+    table.add_row("waiting for samples, per step", _listed(figures["waits_s"], "{:.3g} s") or "never")
     table.add_row("staleness", _listed(figures["staleness"]))
     table.add_row(
         "trained",

@@ -22,7 +22,7 @@ _BESIDE = {
 def print_step(console: Console, time: StepTime, setup: StepSetup) -> None:
     """Print seconds by phase with the longest terms, then the rates that follow from them and the assumptions."""
     table = Table(title="Predicted seconds of a step, by phase", title_justify="left", box=box.SIMPLE)
-    for name in ("phase", "s", "share", "decided by", "terms"):
+    for name in ("phase", "s", "share", "limited by", "terms"):
         table.add_column(name, justify="right" if name in ("s", "share") else "left")
     for name, phase in time.phases.items():
         if phase.seconds:
@@ -38,8 +38,8 @@ def print_step(console: Console, time: StepTime, setup: StepSetup) -> None:
 def lines_of(time: StepTime, setup: StepSetup) -> Iterator[str]:
     """The total and its rates, and what is assumed."""
     yield (
-        f"step: {_s(time.seconds)} s, decided by {time.decides}; {time.tokens_per_s:,.0f} tokens/s, "
-        f"{time.tokens_per_s_per_gpu:,.1f} a GPU, {time.train_mfu:.1%} of the peak while training"
+        f"step: {_s(time.seconds)} s, limited by {time.decides}; {time.tokens_per_s:,.0f} tokens/s, "
+        f"{time.tokens_per_s_per_gpu:,.1f} per GPU, {time.train_mfu:.1%} of the peak while training"
     )
     load, engine = setup.load, setup.publish.engine
     yield (

@@ -116,7 +116,7 @@ def test_a_server_that_goes_wrong_at_a_publication_is_replaced(runs: Runs, whole
         assert counts(where, "replacements") == replaced
         again = fault == "stale" or path == "distributed"  # a group loses the publication with one of its members
         assert counts(where, "republications") == (replaced if again else [0.0] * STEPS)
-        assert "is replaced (1 of at most 3)" in log(where)
+        assert "(1 of at most 3): " in log(where)
     assert counts(whole, "replacements") == counts(whole, "republications") == [0.0] * STEPS
 
 

@@ -72,7 +72,7 @@ def test_a_server_that_dies_is_started_again(miles_like: Run, tmp_path: Path, te
     """In the middle of the first step. The steps have the same samples, and all of their tokens are taught."""
     script = PROGRAMS / "killed_teacher.py"
     done, rows = distilled(miles_like, tmp_path, teacher, "sglang", "train.steps=2", script=script)
-    assert done.stdout.count("has ended; it is started again") == 1
+    assert done.stdout.count("has ended: restarting it") == 1
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["distill/tokens"] == row["rollout/tokens"] > 0 for row in rows)
     _, whole = distilled(miles_like, tmp_path / "whole", teacher, "sglang", "train.steps=2")

@@ -7,7 +7,9 @@ help.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import logging
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ import typer
 import miles_like
 from miles_like.cli import app
 from miles_like.commands import output
+from miles_like.report.console import ConsoleSink
 from tests.support.cli_runner import CliRunner
 
 SLOW = "torch numpy ray transformers safetensors datasets matplotlib asyncio"
@@ -30,7 +33,8 @@ def as_before() -> Iterator[None]:
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     yield
-    output._quiet = False
+    output._quiet = output._json = False
+    logging.getLogger("miles_like").setLevel(logging.NOTSET)
     root.setLevel(level)
     root.handlers[:] = handlers
 
@@ -97,3 +101,43 @@ def test_the_module_is_the_command() -> None:
         [sys.executable, "-m", "miles_like", "--version"], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout == f"miles-like {miles_like.__version__}\n"
+
+
+def test_a_flag_has_no_type() -> None:
+    """`--quiet <bool>` reads as if it took a value."""
+
+    def commands(group: Any) -> Iterator[Any]:
+        yield group
+        for command in getattr(group, "commands", {}).values():
+            yield from commands(command)
+
+    for command in commands(typer.main.get_command(app)):
+        shown = CliRunner().invoke(app, [*command_words(command), "--help"], env={"COLUMNS": "160"}).stdout
+        assert "<bool>" not in shown
+
+
+def command_words(command: Any) -> list[str]:
+    inner = {"to-megatron", "to-hf", "check"}
+    return ["convert", command.name] if command.name in inner else [command.name] if command.name in TOP else []
+
+
+TOP = typer.main.get_command(app).commands.keys()  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("as_before")
+def test_json_progress_is_one_object_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """A program reads standard output, so nothing else may be on it; a nan is not JSON."""
+    output.set_output(quiet=False, log_level="warning", json=True)
+    sink = ConsoleSink(steps=9, console=output.console())
+    output.echo("Ready in 3 s")
+    for step in range(1, 4):
+        sink.write(step, {"train/loss": math.nan, "rollout/zero_std_group_frac": 1.0})
+    sink.close()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 3] and "docs/troubleshooting.md#" in rows[3].pop("warning")
+    assert rows[0] == {
+        "step": 1,
+        "train/loss": None,
+        "rollout/zero_std_group_frac": 1.0,
+        "nonfinite_count": 1,
+    }

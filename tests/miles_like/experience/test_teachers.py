@@ -383,7 +383,7 @@ def test_a_server_that_hangs_is_started_again_at_the_third_request(monkeypatch: 
         teacher = ServerTeacher(name="big", clients=(), at_once=1, started=started)
         if restarts:
             assert len(asyncio.run(teacher.score(groups()))) == 2
-            assert said == ["the server of teacher 'big' (http://here) does not answer; it is started again"]
+            assert said == ["the server of teacher 'big' (http://here) does not answer: restarting it"]
         else:
             with refuses(RolloutError, "big", "http://here"):
                 asyncio.run(teacher.score(groups()))

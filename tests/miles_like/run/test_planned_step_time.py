@@ -41,7 +41,7 @@ def test_the_plan_has_the_seconds_of_a_step(tmp_path: Path) -> None:
         terms = sum(seconds for name, seconds in found.items() if name.startswith(f"{phase}: "))
         assert found[phase] == pytest.approx(terms)
     out = planned().output
-    assert "Predicted seconds of a step" in out and f"{found['total']:,.0f} s, decided by" in out
+    assert "Predicted seconds of a step" in out and f"{found['total']:,.0f} s, limited by" in out
 
 
 def test_the_disk_is_that_of_the_stages(tmp_path: Path) -> None:

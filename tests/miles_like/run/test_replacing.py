@@ -62,7 +62,7 @@ def test_a_server_joins_alone_and_all_are_published_to_afterwards() -> None:
 
     asyncio.run(run())
     assert world.log == [
-        f"server {B} is replaced (1 of at most 2): server {B} died",
+        f"Replacing server {B} (1 of at most 2): server {B} died",
         ("started", [B], [1]),
         ("connect", [B], True),
         ("publish", 4),

@@ -40,7 +40,7 @@ def test_the_command_writes_figures_and_a_picture(tmp_path: Path) -> None:
     """A picture is a PNG of some size; the figures are of the steps that were asked for, twice the same."""
     files = ("--json", str(tmp_path / "out" / "a.json"), "--gantt", str(tmp_path / "out" / "a.png"))
     status, out = command(TINY, *GIVEN, "buffer.max_staleness=1", arguments=files)
-    assert status == 0 and "seconds a step" in out and "staleness" in out
+    assert status == 0 and "seconds per step" in out and "staleness" in out
     found = json.loads((tmp_path / "out" / "a.json").read_text())
     assert found["steps"] == 6 and len(found["rows"]) == 6 and set(found["staleness"]) == {"0", "1"}
     assert found["assumptions"]["engine"]["step_s"] == 0.01 and found["groups"]["trained"] == 48
@@ -56,7 +56,7 @@ def test_a_run_is_simulated_from_its_records(tmp_path: Path) -> None:
 
     made_run(tmp_path, steps=9)
     status, out = command(TINY, "train.steps=5", arguments=("--from", str(tmp_path)))
-    assert status == 0 and "seconds a step" in out
+    assert status == 0 and "seconds per step" in out
     made_run(tmp_path, steps=9, buffer="[buffer]\nmax_staleness = 2\n")
     status, out = command(TINY, "train.steps=5", arguments=("--from", str(tmp_path)))
     assert status == 2
@@ -104,7 +104,7 @@ def test_samples_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 def test_files_are_checked_before_the_work() -> None:
     for option in ("--json", "--gantt"):
         status, out = command(TINY, *GIVEN, arguments=(option, "/proc/nothing/x"))
-        assert status == 2 and "seconds a step" not in out
+        assert status == 2 and "seconds per step" not in out
         check_refusal(" ".join(out.split()).removeprefix("error: "), "/proc/nothing/x")
 
 

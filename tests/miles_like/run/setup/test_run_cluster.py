@@ -105,7 +105,7 @@ def test_a_missing_node_is_named_within_the_limit(train: Train, tmp_path: Path) 
     done = train(3, timeout_s=2)
     facts = (3, 8, FIRST, SECOND, "cluster.nodes", "after 2 s (cluster.timeout_s)")
     check_refusal(refused(done), *facts, unrecorded="it names this machine")
-    assert done.stdout.count("waiting for nodes: 2 of 3 nodes with 8 GPUs each") == 1
+    assert done.stdout.count("Waiting for nodes: 2 of 3 nodes with 8 GPUs each") == 1
     assert not (tmp_path / "run").exists() and all_are_free()
 
 
@@ -158,11 +158,11 @@ def test_a_second_run_is_refused_or_queued_until_the_first_is_killed(
         second = threading.Thread(target=lambda: done.append(train(1, timeout_s=LIMIT_S, when_busy="queue")))
         output = commands.where / f"command_{commands.number + 1}.out"
         second.start()
-        wait_for(output, "queued for")
+        wait_for(output, "Queued for")
         first.send_signal(signal.SIGKILL)
         second.join(LIMIT_S)
         check_placed(done[0])
-        assert done[0].stdout.count("queued for") == 1 and "/runs/first" in done[0].stdout
+        assert done[0].stdout.count("Queued for") == 1 and "/runs/first" in done[0].stdout
     finally:
         first.kill()
         first.wait(30)
@@ -180,7 +180,7 @@ def test_a_late_node_is_taken_when_it_comes(
     run = threading.Thread(target=lambda: done.append(train(3, timeout_s=LIMIT_S)))
     output = commands.where / f"command_{commands.number + 1}.out"
     run.start()
-    wait_for(output, "waiting for nodes: 2 of 3 nodes with 8 GPUs each")
+    wait_for(output, "Waiting for nodes: 2 of 3 nodes with 8 GPUs each")
     cluster.add([3], racks=RACKS)
     run.join(LIMIT_S)
     check_placed(done[0])
