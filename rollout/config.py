@@ -265,7 +265,8 @@ class PublishConfig(Section):
         if self.path == "distributed" and takes_turns and gpus and engine != "embedded":
             raise ValueError(
                 "publish.path = 'distributed', but servers are on GPUs of trainer ranks (cluster.colocate), and an "
-                "NCCL group takes one member a GPU: set publish.path = 'tensor' or 'disk', or cluster.colocate = false"
+                "NCCL group takes one member per GPU: set publish.path = 'tensor' or 'disk', or "
+                "cluster.colocate = false"
             )
         if self.path != "delta":
             return

@@ -221,7 +221,7 @@ def _kept_or_removed(out: Path, partial: Path) -> Iterator[None]:
             raise
         raise OSError(
             e.errno,
-            f"disk full: {out} was not written; free some space and run again (what is converted is kept), or choose a "
+            f"disk full: {out} was not written; free some space and run again (converted parts are kept), or choose a "
             "directory on another disk",
         ) from e
 
@@ -361,7 +361,7 @@ def _answer(end: Connection, process: BaseProcess) -> BaseException | None:
         code = process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         return RuntimeError(
-            f"a worker process {how} (out of memory?): run again, what is converted is kept; fewer workers need less "
+            f"a worker process {how} (out of memory?): run again, converted parts are kept; fewer workers need less "
             "memory"
         )
     return answer

@@ -77,7 +77,7 @@ def _positions(ax: Axes, report: Report) -> None:
     _dress(
         ax,
         "The gap over the response",
-        "difference of log-probabilities of a token, nats; line: mean",
+        "difference of log-probabilities, nats/token; line: mean",
         "position in the response",
     )
 

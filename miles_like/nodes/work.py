@@ -61,7 +61,7 @@ def over_nodes(
     workers = [node for node in nodes for _ in range(each)]
     share = -(-len(numbers) // len(workers))
     parts = [(node, tuple(numbers[i * share : (i + 1) * share])) for i, node in enumerate(workers)]
-    kept = "what is converted is kept: run again"
+    kept = "run again, converted parts are kept"
     _watched(partial(_do_all, work), [part for part in parts if part[1]], ("convert", kept), timeout_s)
 
 

@@ -108,7 +108,7 @@ def _download(model: ModelConfig, target: Path) -> Path:
         lines = [line for line in str(e).splitlines() if line.strip()] or [type(e).__name__]
         raise ValueError(
             f"could not download {model.path} at {model.revision or 'main'}: {' '.join(lines[:2]).rstrip(' .:')}: "
-            "check the name, the network and the disk, then run again; what is downloaded is kept"
+            "check the name, the network and the disk, then run again; downloaded files are kept"
         ) from None
     try:
         HFCheckpoint(target)

@@ -189,7 +189,7 @@ def _entropy(ax: Axes, rows: Rows) -> bool:
     end = _noisy_line(ax, rows, "train/entropy", PURPLE)
     if end is None:
         return False
-    _dress(ax, "Entropy of the policy", "nats a token, mean over response tokens")
+    _dress(ax, "Entropy of the policy", "nats/token, mean over response tokens")
     ax.set_ylim(bottom=0)
     _name_ends(ax, [(*end, f"{end[1]:.2f}", PURPLE)])
     return True
@@ -216,12 +216,12 @@ def _mismatch(ax: Axes, rows: Rows) -> bool:
     if ends:
         ax.set_yscale("log")
         omitted = f"; {zeros} exact zeros not drawn" if zeros else ""
-        _dress(ax, "Trainer-rollout mismatch", f"Δ: difference of log-probabilities of a token, nats{omitted}")
+        _dress(ax, "Trainer-rollout mismatch", f"Δ: difference of log-probabilities, nats/token{omitted}")
         _name_ends(ax, ends)
     else:
         ax.text(0.5, 0.5, "exactly 0 at every step", transform=ax.transAxes, ha="center", fontsize=14, color=GREEN)
         ax.set_yticks([])
-        _dress(ax, "Trainer-rollout mismatch", "Δ: difference of log-probabilities of a token, nats")
+        _dress(ax, "Trainer-rollout mismatch", "Δ: difference of log-probabilities, nats/token")
     return True
 
 

@@ -267,7 +267,7 @@ def _stage_file(state: _State, copy: Copy, name: str) -> None:
                 "free some, or point cluster.stage_dir at a larger disk"
             ) from None
         raise ValueError(
-            f"{socket.gethostname()}: {name} -> {path}: {e.strerror or e}: run again, what is copied is kept"
+            f"{socket.gethostname()}: {name} -> {path}: {e.strerror or e}: run again, copied files are kept"
         ) from None
     except _DamagedError:
         _discard(partial)

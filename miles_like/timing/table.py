@@ -21,7 +21,7 @@ _BESIDE = {
 
 def print_step(console: Console, time: StepTime, setup: StepSetup) -> None:
     """Print seconds by phase with the longest terms, then the rates that follow from them and the assumptions."""
-    table = Table(title="Predicted seconds of a step, by phase", title_justify="left", box=box.SIMPLE)
+    table = Table(title="Predicted step time in seconds, by phase", title_justify="left", box=box.SIMPLE)
     for name in ("phase", "s", "share", "limited by", "terms"):
         table.add_column(name, justify="right" if name in ("s", "share") else "left")
     for name, phase in time.phases.items():

@@ -165,5 +165,5 @@ def int32_routes(payload: str) -> str:
         raise ValueError(f"{GENERATE}: routed_experts is not a valid .npy array: {e}") from None
     if not isinstance(ids, np.ndarray) or ids.ndim != 3 or ids.dtype.kind not in "ui":
         shown = f"{getattr(ids, 'dtype', type(ids).__name__)} {list(getattr(ids, 'shape', ()))}"
-        raise ValueError(f"{GENERATE}: routed_experts is {shown}, expected integers [rows, layers, experts a token]")
+        raise ValueError(f"{GENERATE}: routed_experts is {shown}, expected integers [rows, layers, experts per token]")
     return pybase64.b64encode_as_string(np.ascontiguousarray(ids, "<i4").tobytes())

@@ -71,7 +71,7 @@ def test_a_conversion_over_separate_disks_survives_a_node_and_is_staged_by_need(
     wait_for_units(third, pieces, 2)
     third.run([RAY, "stop", "--force"])
     _, errors = first.communicate(timeout=240)
-    assert first.returncode and "what is converted is kept: run again" in errors, errors[-2000:]
+    assert first.returncode and "run again, converted parts are kept" in errors, errors[-2000:]
     kept = second.call(times, pieces)
     assert len(kept) > 2 and not second.call(listed, disk / "hf")  # the source is on the driver's node alone
 

@@ -222,7 +222,7 @@ def file_gets(asked: list[Asked]) -> list[str]:
 @of("interrupted")
 def test_a_broken_connection_is_one_sentence_and_nothing_is_marked(story: SimpleNamespace) -> None:
     """The message must state that the download can be continued, and no later stage may take a part for the whole."""
-    assert_one_sentence(story.broken, NAME, "what is downloaded is kept")
+    assert_one_sentence(story.broken, NAME, "downloaded files are kept")
     assert not story.broken.marked
 
 

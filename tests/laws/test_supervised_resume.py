@@ -144,12 +144,16 @@ def _runs(rank: int, world: int, port: int, where: Path, asked: Sequence[str]) -
             del state["files"], state["sum"], state["parts"]["files"], state["parts"]["config"]
         out["where"] = where
         out[name] = {"stopped": stopped, "weights": same, "states": states, "rows": [_rows(d) for d in (whole, cut)]}
+        out[name]["wall_s"] = [row["wall_s"] for row in _read(cut)[1:]]
     return out
 
 
 def _rows(run_dir: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in _read(run_dir)]
+
+
+def _read(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +172,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(found: dict[str, Any], name
     assert got["weights"] and got["states"][0] == got["states"][1]
     assert [row["step"] for row in cut] == [0, 1, 2, 3, 4]
     assert cut == whole
+    assert len(got["wall_s"]) == STEPS and sorted(got["wall_s"]) == got["wall_s"], "the clock goes on after a resume"
 
 
 @pytest.mark.parametrize("name", CASES)

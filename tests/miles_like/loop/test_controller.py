@@ -201,6 +201,14 @@ def test_the_clock_of_a_resumed_run_goes_on_where_it_was_saved() -> None:
     assert 1000.0 <= world.rows[-1][1]["wall_s"] < 1100.0
 
 
+def test_a_rollout_reports_its_groups_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = list[tuple[int, int]]()
+    monkeypatch.setattr("miles_like.loop.feed.SHOWN_EVERY_S", 0.001)
+    monkeypatch.setattr(PhaseBar, "groups", lambda self, complete, needed: shown.append((complete, needed)))
+    World(rollout_s=0.05).run(1)
+    assert len(shown) > 5 and {needed for _, needed in shown} == {2}
+
+
 def test_what_a_full_step_gave_up_is_aborted_before_anybody_is_examined() -> None:
     """To abort is to abort all that a server has: it would cut answers of an evaluation that has begun."""
     world = World()

@@ -41,7 +41,7 @@ def test_the_plan_has_the_seconds_of_a_step(tmp_path: Path) -> None:
         terms = sum(seconds for name, seconds in found.items() if name.startswith(f"{phase}: "))
         assert found[phase] == pytest.approx(terms)
     out = planned().output
-    assert "Predicted seconds of a step" in out and f"{found['total']:,.0f} s, limited by" in out
+    assert "Predicted step time in seconds" in out and f"{found['total']:,.0f} s, limited by" in out
 
 
 def test_the_disk_is_that_of_the_stages(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_search_divides_the_gpus_of_the_configuration() -> None:
 
 def test_a_run_on_cpu_ranks_has_no_seconds(tmp_path: Path) -> None:
     done = planned("--json", tmp_path / "plan.json", config=ROOT / "configs/tiny.toml")
-    assert done.exit_code == 0 and "Predicted seconds" not in done.output
+    assert done.exit_code == 0 and "Predicted step time" not in done.output
     assert json.loads((tmp_path / "plan.json").read_text())["step_s"] is None
 
 
