@@ -110,7 +110,8 @@ def test_remaining_time_follows_the_last_twenty_steps() -> None:
     rows = [{"step": 0.0}, {"step": 1.0, "wall_s": 100.0, "perf/step_s": 7.0}]
     assert remaining_s(rows[:1], steps=10) is None
     assert remaining_s(rows, steps=11) == 70.0  # what came before the first step does not count
-    rows += [{"step": 1.0 + i, "wall_s": 100.0 + 3 * i} for i in range(1, 40)]
+    rows += [{"step": 1.0 + i, "wall_s": 100.0 + 9 * i} for i in range(1, 20)]
+    rows += [{"step": 20.0 + i, "wall_s": 271.0 + 3 * i} for i in range(1, 21)]
     assert remaining_s(rows, steps=50) == pytest.approx(30.0)
 
 
