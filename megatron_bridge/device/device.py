@@ -37,10 +37,12 @@ class DeviceEnv:
     capability: tuple[int, int] | None = None  # CUDA's compute capability
 
 
-def _quiet_imports() -> None:
-    """Silence megatron's import warnings about TransformerEngine and Apex, which are absent on purpose."""
+def _quiet_libraries() -> None:
+    """Silence megatron's import warnings about TransformerEngine and Apex, which are absent on purpose, and what torch
+    and megatron announce about their next versions: the log of a rank ends with its error."""
     for message in ("Transformer Engine and Apex are not", "Apex is not installed", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message=message)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
 
 
 class _QuietRngTracker(logging.Filter):
@@ -108,7 +110,7 @@ def init_device() -> DeviceEnv:
     if te:
         return env
     assert "megatron.core" not in sys.modules, "init_device() must run before the first import of megatron.core"
-    _quiet_imports()
+    _quiet_libraries()
     hide_transformer_engine()
     if cuda:
         importlib.import_module("megatron.core")

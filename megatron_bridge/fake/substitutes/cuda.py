@@ -88,7 +88,7 @@ def init_fake_cuda() -> DeviceEnv:
         return env
     if "megatron.core" in sys.modules:
         raise ValueError("this process has imported megatron-core for CPU ranks: execute a fake CUDA rank in a new one")
-    device_module._quiet_imports()
+    device_module._quiet_libraries()
     device_module.hide_transformer_engine()
     with device_module._eager_fuser():
         importlib.import_module("megatron.core")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -154,3 +155,15 @@ def test_cpu_ranks_do_not_import_an_installed_transformer_engine(tmp_path: Path)
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": path}
     )
     assert done.stdout.split() == ["True", "None"], done.stderr
+
+
+def test_announcements_of_libraries_are_not_in_the_log_of_a_rank() -> None:
+    """Five of them stood after the line that a user looks for; a warning of this project or of another kind stays."""
+    found = [("torch.distributed.c10d_logger", FutureWarning), ("megatron.core.x", FutureWarning)]
+    kept = [("torch.nn", RuntimeWarning), ("miles_like.run", FutureWarning), ("torchmetrics", FutureWarning)]
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        device._quiet_libraries()
+        for number, (module, category) in enumerate(found + kept):
+            warnings.warn_explicit(str(number), category, f"{module}.py", 1, module=module)
+    assert [str(w.message) for w in shown] == ["2", "3", "4"]
