@@ -192,5 +192,6 @@ def summary_table(rows: Rows, *, whole: bool = False) -> Table:
     for key in keys:
         found = first_last_best(rows, key)
         if found is not None:
-            table.add_row(escape(key), *("" if v is None else f"{v:.4g}" for v in found))
+            shown = key if key.isprintable() else ascii(key)  # of a run directory that others may have written
+            table.add_row(escape(shown), *("" if v is None else f"{v:.4g}" for v in found))
     return table

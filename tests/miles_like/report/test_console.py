@@ -13,7 +13,15 @@ import pytest
 from rich.console import Console
 
 from miles_like.commands import output
-from miles_like.report.console import HEADLINES, ConsoleSink, duration, headline_keys, remaining_s, step_line
+from miles_like.report.console import (
+    HEADLINES,
+    ConsoleSink,
+    duration,
+    headline_keys,
+    remaining_s,
+    step_line,
+    summary_table,
+)
 from miles_like.report.progress import LINE_S, PhaseBar
 
 FIGURES = {
@@ -95,6 +103,14 @@ def test_the_summary_has_ten_lines_of_all_sets_and_the_number_of_trained_steps()
     assert [k for k in keys if k.startswith("eval/")] == ["eval/tiny/avg@1", "eval/a/greedy", "eval/b/greedy"]
     lines = printed([(i, row) for i, row in enumerate(rows)])
     assert [line.strip() for line in lines if line.strip().endswith(" steps")] == ["100 steps"]
+
+
+def test_the_whole_summary_has_every_metric_and_no_control_character() -> None:
+    rows = [{"step": 1.0, **FIGURES, "\x1b[31mred": 1.0, "[bold]": 2.0}]
+    out = io.StringIO()
+    Console(file=out, width=200).print(summary_table(rows, whole=True))
+    shown = out.getvalue()
+    assert all(f" {key} " in shown for key in (*FIGURES, "[bold]")) and "\x1b" not in shown and "step " not in shown
 
 
 def test_a_resumed_run_counts_its_steps_and_seconds_from_the_beginning() -> None:

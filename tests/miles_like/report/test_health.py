@@ -7,9 +7,11 @@ the true ones. Not covered: whether the thresholds fit a task unlike the tiny on
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,14 @@ def learning(seed: int, steps: int = 100) -> list[Row]:
 def test_a_run_that_learns_is_not_warned_of(seed: int) -> None:
     rows = learning(seed)
     assert not [warnings(rows[:n]) for n in range(1, len(rows) + 1) if warnings(rows[:n])]
+
+
+def test_the_demo_is_not_warned_of() -> None:
+    """demo_metrics.json: by key the values of steps 1 to 100 of `miles-like demo` on two CPU cores."""
+    columns = json.loads(Path(__file__).with_name("demo_metrics.json").read_text())
+    rows: list[Row] = [{"step": 0.0}]
+    rows += [{"step": i + 1.0, **{k: v[i] for k, v in columns.items()}} for i in range(100)]
+    assert not [warnings(rows[:n]) for n in range(1, 102) if warnings(rows[:n])]
 
 
 def test_entropy_that_fell_by_nine_tenths() -> None:

@@ -13,9 +13,11 @@ import re
 import pytest
 
 from miles_like.checkpoint.ledger import Ledger
+from miles_like.cli import app
 from miles_like.report.html import read_metrics, write_report
 from miles_like.report.metrics import write_rollouts
 from miles_like.report.sinks import JsonlSink
+from tests.support.cli_runner import CliRunner
 from tests.support.made_samples import group, sample
 from tests.support.refusals import refuses
 
@@ -50,7 +52,9 @@ def test_a_whole_run(tmp_path):
     for step in (1, 9, 39):
         samples = [sample(index=i, text=f"<{step}>", reward=float(i)) for i in range(2)]
         write_rollouts(tmp_path / "rollouts" / f"step_{step}.jsonl", [group(samples)])
-    page = write_report(tmp_path).read_text()
+    done = CliRunner().invoke(app, ["report", str(tmp_path), "--all"])
+    assert done.exit_code == 0 and all(f" {key} " in done.output for key in (*FULL, "tokens_total"))
+    page = (tmp_path / "report.html").read_text()
     names = ["reward", "accuracy", "loss", "entropy", "mismatch", "routing", "time"]
     assert re.findall(r'src="plots/(\w+)\.png"', page) == names
     for name in names:
