@@ -25,24 +25,20 @@ def evaluate(
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="k of avg@k and pass@k; 1: greedy")] = None,
     greedy: Annotated[bool | None, typer.Option("--greedy/--no-greedy", help="one greedy answer per prompt")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="sampling temperature")] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", min=1, help="longest answer in tokens")
-    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="limit of an answer")] = None,
     max_prompts: Annotated[int | None, typer.Option("--max-prompts", min=1, help="number of prompts per set")] = None,
     reward: Annotated[str | None, typer.Option("--reward", help="name or import path of the reward")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="sampling seed")] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, max=1024, help="CPU threads of the embedded server")
+        int | None, typer.Option("--threads", min=1, max=1024, help="threads of the embedded server")
     ] = None,
     port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="port of the server; default: any free port")
+        int | None, typer.Option("--port", min=0, max=65535, help="of the server; default: a free port")
     ] = None,
     server: Annotated[str | None, typer.Option("--server", metavar="URL", help="use this running server")] = None,
     key_file: KeyFileOption = None,
     json: Annotated[Path | None, typer.Option("--json", help="write the metrics to this file")] = None,
-    answers: Annotated[
-        Path | None, typer.Option("--answers", help="write every answer to this file, one JSON object per line")
-    ] = None,
+    answers: Annotated[Path | None, typer.Option("--answers", help="write all answers to this JSON lines file")] = None,
     run_dir: Annotated[Path, typer.Option("--run-dir", help="directory of the server's log")] = Path("runs/eval"),
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
 ) -> None:

@@ -127,7 +127,7 @@ def train(
             reference = launcher.reference(plan, algorithm.loss)
             urls = servers.wait(say)
         teachers.wait(say)
-        say(_ready(plan, len(urls), time.perf_counter() - started))
+        say(_ready(plan, len(urls), time.perf_counter() - started, critic=critic is not None))
         run = TrainingRun(
             rollout=rollout,
             servers=servers,
@@ -149,9 +149,12 @@ def train(
     console.print(f"{'':12}Report: {plan.run_dir / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _ready(plan: ModelPlan, servers: int, seconds: float) -> str:
+def _ready(plan: ModelPlan, servers: int, seconds: float, *, critic: bool) -> str:
     """`Ready in 17 s: 2 trainer ranks, 1 rollout server. Routing data: 8 B/token (int32 would need 48).`"""
-    ranks = [(len(plan.placement.of("trainer")), "trainer rank"), (len(plan.placement.critics()), "critic rank")]
+    ranks = [
+        (len(plan.placement.of("trainer")), "trainer rank"),
+        (len(plan.placement.critics()) * critic, "critic rank"),
+    ]
     counted = [f"{n} {what}{'s' * (n > 1)}" for n, what in (*ranks, (servers, "rollout server")) if n]
     routes = f" {shape.payload}." if (shape := plan.model.routing) else ""
     return f"Ready in {seconds:.0f} s: {', '.join(counted)}.{routes}"

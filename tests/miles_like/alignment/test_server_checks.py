@@ -143,7 +143,7 @@ def test_a_server_that_dies_in_a_comparison_is_left_out_where_it_is_replaced() -
             continue
         asyncio.run(made.at_start(0, None))
         assert sampled == [3] and servers[1].flushed == 1
-        assert "http://a died; what it was asked is asked of others" in made.console.file.getvalue()  # type: ignore[attr-defined]
+        assert "http://a died; its requests go to other servers" in made.console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_server_that_holds_other_weights_than_were_published_is_named_with_its_tensors() -> None:

@@ -192,7 +192,7 @@ def test_in_lockstep_versions_follow_from_the_order_of_admission(k: int) -> None
 
 
 def test_the_clock_of_a_resumed_run_goes_on_where_it_was_saved() -> None:
-    """Each process by itself would report the time of its own steps only."""
+    """Otherwise each process reports the time of its steps only."""
     world = World()
     made: Any = {"sink": cast(Any, world), "ledger": Ledger(None), "progress": PhaseBar(4, Console(quiet=True))}
     recorder = Recorder(**made, earlier_s=1000.0)
