@@ -50,7 +50,7 @@ class JsonLines(Console):
     def __init__(self) -> None:
         super().__init__(quiet=True)
 
-    def line(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         self.file.write(f"{text}\n")
         self.file.flush()
 
@@ -80,7 +80,7 @@ class ConsoleSink:
         warnings = self._warner.begun(self._rows)
         if isinstance(self._console, JsonLines):
             for text in (json_row(step, metrics), *(json.dumps({"step": step, "warning": w}) for w in warnings)):
-                self._console.line(text)
+                self._console.write_line(text)
             return
         # soft_wrap: a line cut to the guessed width of a log file would lose values
         line = step_line(self._rows, steps=self._steps, verbose=verbose())
