@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from miles_like.command_errors import one_sentence
+from miles_like.commands.config.app import config
 from miles_like.commands.convert import convert
 from miles_like.commands.data.files import data
 from miles_like.commands.doctor import doctor
@@ -44,6 +45,7 @@ for panel, commands in _PANELS.items():
         app.command(name, cls=Command, rich_help_panel=panel)(command)
 app.add_typer(convert, name="convert", rich_help_panel=CHECKPOINTS)
 app.add_typer(data, name="data", rich_help_panel=DATA)
+app.add_typer(config, name="config", rich_help_panel=PLANS)
 
 
 def _print_version(asked: bool) -> None:

@@ -103,6 +103,7 @@ RULES = {
     " miles_like.section miles_like.device_table miles_like.variables",
     "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts miles_like.limits"
     " miles_like.section miles_like.config.sections",
+    "miles_like.config.foreign": "miles_like.limits miles_like.config",
     "miles_like.timing": "quant.spec megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
     " miles_like.config miles_like.device_table miles_like.timing.rates",
     "miles_like.timing.weight_sync": "quant.spec megatron_bridge.config megatron_bridge.families"
@@ -185,6 +186,7 @@ RULES = {
     " miles_like.config miles_like.device_table miles_like.doctor miles_like.hf miles_like.limits miles_like.pipeline"
     " miles_like.preflight miles_like.report miles_like.run miles_like.simulation miles_like.variables",
     "miles_like.commands.data": "miles_like.command_errors miles_like.commands miles_like.datasets miles_like.run",
+    "miles_like.commands.config": "miles_like.command_errors miles_like.commands miles_like.config",
     "miles_like.cli": "miles_like.command_errors miles_like.commands",
     "miles_like.__main__": "miles_like.cli",
     "scripts": "miles_like.commands miles_like.pipeline",

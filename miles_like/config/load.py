@@ -16,6 +16,7 @@ import re
 import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args, get_origin
 
@@ -32,6 +33,7 @@ Override: TypeAlias = str | Mapping[str, Any]  # section.key=value, or a dict wi
 SHIPPED = Path(__file__).resolve().parents[1] / "demo_files"
 CONFIG_BYTES = 1 << 20  # largest TOML file that is read
 DEEPEST = 32  # levels of sections, or parts of a key
+SET = "--set"  # source of the values of overrides
 LARGEST, LONGEST_S = 1e30, 1e9  # largest number; longest duration in seconds
 _LONG_KEY = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]+[ \t]*\.[ \t]*){32,}")  # DEEPEST
 _USER_OF_URL = re.compile(r"//[^/\s]*@")  # may hold a password
@@ -50,18 +52,24 @@ def load_config(source: ConfigSource, overrides: Sequence[Override] = ()) -> Run
 def read_tree(source: ConfigSource | None, overrides: Sequence[Override] = ()) -> dict[str, Any]:
     """`source`, if given, the files that it extends, and the overrides, not yet validated. Raises ValueError for a
     layer that names another model than the inherited `model.make` makes."""
-    tree: dict[str, Any] = {}
+    return read_layers(source, overrides).values
+
+
+def read_layers(source: ConfigSource | None, overrides: Sequence[Override] = ()) -> Layers:
+    """As `read_tree`, with the file that each value is from, or `SET`."""
+    layers = Layers({}, {})
     if isinstance(source, Path):
-        tree = _read(_located(source), seen=())
+        layers = _read(_located(source), seen=())
     elif source is not None:
-        tree = _extended(_expanded(source), Path.cwd(), _DICT, seen=())
-    layer: dict[str, Any] = {}
-    for given in overrides:
-        _merge(layer, _spelt_out(override_tree(given)), keep_drops=True)
-    _check_model(tree, layer, "--set")
-    for given in overrides:
-        _merge(tree, _spelt_out(override_tree(given)))
-    return _without_drops(tree, RunConfig)
+        layers = _extended(_expanded(source), Path.cwd(), _DICT, seen=())
+    trees = [_spelt_out(override_tree(given)) for given in overrides]
+    given: dict[str, Any] = {}
+    for tree in trees:
+        _merge(given, tree, keep_drops=True)
+    _check_model(layers.values, given, SET)
+    for tree in trees:
+        layers.add(_labelled(tree, SET))
+    return Layers(_without_drops(layers.values, RunConfig), layers.sources)
 
 
 def override_tree(given: Override) -> dict[str, Any]:
@@ -185,7 +193,7 @@ def _check_numbers(value: Any, where: tuple[str, ...] = ()) -> None:
         raise ValueError(f"{name}: {value:g} is more than {most:g}, the largest value of a key")
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _read(path: Path, seen: tuple[Path, ...]) -> Layers:
     path = path.resolve()
     if path in seen:
         raise ValueError(f"{path}: `extends` is circular: {' -> '.join(p.name for p in (*seen, path))}")
@@ -199,20 +207,20 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     return _extended(tree, path.parent, str(path), (*seen, path))
 
 
-def _extended(tree: dict[str, Any], root: Path, origin: str, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _extended(tree: dict[str, Any], root: Path, origin: str, seen: tuple[Path, ...]) -> Layers:
     """`tree`, whose paths are relative to `root`, over the files that it extends. seen: the files that extend it."""
     base = tree.pop("extends", [])
     tree = _spelt_out({k: _rooted(v, root) for k, v in tree.items()})
     names = [base] if isinstance(base, str) else base
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{origin}: `extends` must name a file, or a list of files, not {base!r}")
-    merged: dict[str, Any] = {}
+    merged = Layers({}, {})
     for name in names:
         layer = _read(_located(root / name), seen)
-        _check_model(merged, layer, name)
-        _merge(merged, layer)
-    _check_model(merged, tree, origin)
-    _merge(merged, tree)
+        _check_model(merged.values, layer.values, name)
+        merged.add(layer)
+    _check_model(merged.values, tree, origin)
+    merged.add(_labelled(tree, origin))
     return merged
 
 
@@ -232,16 +240,48 @@ def _rooted(value: Any, root: Path) -> Any:
     return value
 
 
-def _merge(into: dict[str, Any], new: Mapping[str, Any], *, keep_drops: bool = False) -> None:
-    """Merge `new` into `into`, section by section. `false` for a section of `into` removes it; with `keep_drops` the
-    `false` replaces it."""
+@dataclass
+class Layers:
+    """Values of several files, later ones over earlier ones, and a tree of the same keys with the source of each."""
+
+    values: dict[str, Any]
+    sources: dict[str, Any]
+
+    def add(self, layer: Layers) -> None:
+        _merge(self.values, layer.values, self.sources, layer.sources)
+
+
+def _labelled(tree: dict[str, Any], source: str) -> Layers:
+    def label(value: Any) -> Any:
+        return {key: label(one) for key, one in value.items()} if isinstance(value, Mapping) else source
+
+    return Layers(tree, label(tree))
+
+
+def _merge(
+    into: dict[str, Any],
+    new: Mapping[str, Any],
+    sources: dict[str, Any] | None = None,
+    new_sources: Mapping[str, Any] | None = None,
+    *,
+    keep_drops: bool = False,
+) -> None:
+    """Merge `new` into `into`, section by section, and their sources likewise. `false` for a section of `into` removes
+    it; with `keep_drops` the `false` replaces it."""
+    sources, new_sources = {} if sources is None else sources, new_sources or {}
     for key, value in new.items():
         if isinstance(value, Mapping) and isinstance(into.get(key), dict):
-            _merge(into[key], value, keep_drops=keep_drops)
+            _merge(into[key], value, sources.get(key), new_sources.get(key), keep_drops=keep_drops)
         elif value is False and isinstance(into.get(key), dict) and not keep_drops:
             del into[key]
+            sources.pop(key, None)
         else:
-            into[key] = dict(value) if isinstance(value, Mapping) else value
+            into[key] = _copied(value)
+            sources[key] = _copied(new_sources.get(key))
+
+
+def _copied(value: Any) -> Any:
+    return {key: _copied(one) for key, one in value.items()} if isinstance(value, Mapping) else value
 
 
 def _without_drops(tree: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
@@ -296,10 +336,7 @@ def _check_model(inherited: Mapping[str, Any], layer: Mapping[str, Any], where: 
 def _problem(error: Mapping[str, Any]) -> str:
     where = ".".join(str(p) for p in error["loc"])
     if error["type"] == "extra_forbidden":
-        near = _nearest([str(p) for p in error["loc"]])
-        ones = "one is" if len(near) == 1 else "ones are"
-        hint = ", ".join(map(repr, near)) or "'no key there'"
-        return f"unknown key {where!r}; the nearest known {ones} {hint}"
+        return unknown_key([str(p) for p in error["loc"]])
     if error["type"] == "missing":
         return f"{where} is missing: set it"
     message = _USER_OF_URL.sub("//...@", str(error["msg"]).removeprefix("Value error, "))
@@ -309,14 +346,23 @@ def _problem(error: Mapping[str, Any]) -> str:
     return message if where in message else f"{where}: {message}"  # a section that a user names cannot name itself
 
 
+def unknown_key(loc: Sequence[str]) -> str:
+    """The message about a key that no section has."""
+    near = _nearest(loc)
+    ones = "one is" if len(near) == 1 else "ones are"
+    hint = ", ".join(map(repr, near)) or "'no key there'"
+    return f"unknown key {'.'.join(loc)!r}; the nearest known {ones} {hint}"
+
+
 def _nearest(loc: Sequence[str]) -> list[str]:
     """Known keys that an unknown key may mean: a similar one in its section, keys with the same last component in other
     sections, else the most similar one."""
     *parents, key = loc
-    beside = _fields_at(RunConfig, parents)
+    every, beside = dotted_keys(RunConfig), _fields_at(RunConfig, parents)
     close = [".".join([*parents, n]) for n in difflib.get_close_matches(key, beside, n=1, cutoff=_SIMILAR)]
-    elsewhere = sorted((k for k in dotted_keys(RunConfig) if k.rpartition(".")[2] == key), key=lambda k: k.count("."))
-    least = [".".join([*parents, n]) for n in difflib.get_close_matches(key, beside, n=1, cutoff=0.0)]
+    elsewhere = sorted((k for k in every if k.rpartition(".")[2] == key), key=lambda k: k.count("."))
+    among = [".".join([*parents, n]) for n in beside] or every
+    least = difflib.get_close_matches(".".join(loc), among, n=1, cutoff=0.0)
     return [*elsewhere[: _LISTED - len(close)], *close] or least
 
 
@@ -333,11 +379,15 @@ def dotted_keys(model: type[BaseModel], before: str = "") -> list[str]:
 
 
 def _fields_at(model: type[BaseModel], parents: Sequence[str]) -> list[str]:
+    """Keys of the section `parents`; []: there is no such section."""
     names = iter(parents)
     for name in names:
-        annotation = fields(model)[name].annotation
-        options = [annotation, *getattr(annotation, "__args__", ())]
-        model = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
-        if get_origin(annotation) is dict:
+        if (field := fields(model).get(name)) is None or (section := section_of(field.annotation)) is None:
+            return []
+        of, named = section
+        if of is None:
+            return []
+        model = of
+        if named:
             next(names, None)  # the user-defined section name
     return list(fields(model))

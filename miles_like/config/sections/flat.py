@@ -119,6 +119,11 @@ def _parts(annotation: object) -> Iterator[type[Part]]:
         yield from _parts(argument)
 
 
+def choosers(cls: type[FlatSection]) -> set[str]:
+    """Keys whose values choose parts."""
+    return {key for part in _parts_in(cls) for key in (part.chosen_by, part.switch)} - {""}
+
+
 @cache
 def _parts_in(model: type[BaseModel]) -> tuple[type[Part], ...]:
     """All parts of `model`, and theirs."""

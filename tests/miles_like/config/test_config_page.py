@@ -9,9 +9,10 @@ import re
 
 import pytest
 
+from miles_like.config.keys import comment
 from miles_like.config.load import dotted_keys
 from miles_like.config.run import RunConfig
-from tests.support.config_page import BEGIN, END, PAGE, block, comment, replaced
+from tests.support.config_page import BEGIN, END, PAGE, block, replaced
 from tests.support.refusals import refuses
 
 ROW = re.compile(r"^\| `([^`]+)` \| (.*) \| (.*) \| (.*) \|$", re.MULTILINE)

@@ -1,0 +1,77 @@
+"""`miles-like config`: what a configuration sets, and configurations of other projects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from miles_like.command_errors import one_sentence
+from miles_like.commands.config.lines import columns, explained
+from miles_like.commands.options import SetOption
+from miles_like.commands.output import echo
+
+config = typer.Typer(no_args_is_help=True, help="Show, compare, explain and import configurations.")
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML file, or a run directory")]
+
+
+@config.command("show")
+def show(
+    config: ConfigArgument,
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
+    every: Annotated[bool, typer.Option("--all", help="also the keys that have their default")] = False,
+) -> None:
+    """Print the resolved configuration as TOML: what differs from the defaults, and where each value was set."""
+    with one_sentence():
+        from miles_like.config.settings import as_toml, read_settings
+
+        for line in as_toml(read_settings(config, overrides), every=every):
+            echo(line)
+
+
+@config.command("diff")
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="a TOML file, or a run directory")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="the other one")],
+) -> None:
+    """Print the keys whose values differ, with status 1 if there are any."""
+    with one_sentence():
+        from miles_like.config.settings import differences, read_settings
+
+        rows = list(differences(read_settings(a), read_settings(b)))
+        for line in columns([("key", str(a), str(b)), *rows] if rows else []):
+            echo(line)
+    if rows:
+        raise typer.Exit(1)
+
+
+@config.command("explain")
+def explain(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="train.steps, or a section")],
+) -> None:
+    """Print a key's type, range, default and meaning, and which modules read it; of a section its keys."""
+    with one_sentence():
+        from miles_like.config.explain import explain as explain_key
+
+        for line in explained(explain_key(key)):
+            echo(line)
+
+
+@config.command("import")
+def import_config(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="verl: YAML or a script; slime, Miles: a script; prime-rl: TOML")
+    ],
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="PROJECT", help="verl, slime, miles or prime-rl; default: by the keys"),
+    ] = None,
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
+) -> None:
+    """Print another project's configuration as TOML of this one, and, as comments, what its keys became."""
+    with one_sentence():
+        from miles_like.config.foreign.report import imported_lines
+
+        for line in imported_lines(file, source, overrides):
+            echo(line)
