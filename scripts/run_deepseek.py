@@ -22,6 +22,7 @@ from miles_like.commands.options import (
     ResumeOption,
     RunDirOption,
     SetOption,
+    ShowConfigOption,
 )
 from miles_like.commands.train import train
 from miles_like.pipeline.stage_names import STAGES
@@ -39,6 +40,7 @@ def main(
     fresh: FreshOption = False,
     fuse: FuseOption = False,
     dry_run: DryRunOption = False,
+    show_config: ShowConfigOption = False,
     ray_address: RayOption = None,
     cache_dir: CacheOption = None,
     force: ForceOption = False,
@@ -54,6 +56,7 @@ def main(
         from_step=from_step,
         fresh=fresh,
         dry_run=dry_run,
+        show_config=show_config,
         ray_address=ray_address,
         cache_dir=cache_dir,
         force=force,

@@ -64,6 +64,9 @@ FuseOption = Annotated[
     ),
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="validate and print the plan; changes nothing")]
+ShowConfigOption = Annotated[
+    bool, typer.Option("--show-config", help="with --dry-run: also the keys that differ from the defaults")
+]
 RayOption = Annotated[str | None, typer.Option("--ray-address", help="address of the Ray cluster to run on")]
 CacheOption = Annotated[
     Path | None,

@@ -19,6 +19,7 @@ from miles_like.commands.options import (
     ResumeOption,
     RunDirOption,
     SetOption,
+    ShowConfigOption,
 )
 from miles_like.commands.output import console, echo
 from miles_like.pipeline.stage_names import STAGES
@@ -33,6 +34,7 @@ def train(
     from_step: FromStepOption = None,
     fresh: FreshOption = False,
     dry_run: DryRunOption = False,
+    show_config: ShowConfigOption = False,
     ray_address: RayOption = None,
     cache_dir: CacheOption = None,
     force: ForceOption = False,
@@ -50,6 +52,7 @@ def train(
             from_step=from_step,
             fresh=fresh,
             dry_run=dry_run,
+            show_config=show_config,
             ray_address=ray_address,
             cache_dir=cache_dir,
             force=force,
@@ -63,9 +66,12 @@ def demo(
     resume: ResumeOption = False,
     fresh: FreshOption = False,
     dry_run: DryRunOption = False,
+    show_config: ShowConfigOption = False,
 ) -> None:
     """Train the tiny model on two CPU cores: all five stages, with the configuration and data that are installed."""
-    train(Path("tiny"), run_dir, overrides=overrides, resume=resume, fresh=fresh, dry_run=dry_run)
+    train(
+        Path("tiny"), run_dir, overrides=overrides, resume=resume, fresh=fresh, dry_run=dry_run, show_config=show_config
+    )
 
 
 def init(

@@ -46,7 +46,12 @@ def load_config(source: ConfigSource, overrides: Sequence[Override] = ()) -> Run
 
     Raises ValueError with one line per problem: the problem, its key, and the nearest known key.
     """
-    return checked(RunConfig, read_tree(source, overrides), str(source) if isinstance(source, Path) else _DICT)
+    return checked(RunConfig, read_tree(source, overrides), origin_of(source))
+
+
+def origin_of(source: ConfigSource) -> str:
+    """What messages name a configuration by."""
+    return str(source) if isinstance(source, Path) else _DICT
 
 
 def read_tree(source: ConfigSource | None, overrides: Sequence[Override] = ()) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from miles_like.config.load import SET, checked, read_layers
+from miles_like.config.load import SET, ConfigSource, Override, checked, origin_of, read_layers
 from miles_like.config.run import RunConfig
 from miles_like.config.sections.flat import FlatSection, choosers, fields, values
 
@@ -49,11 +49,12 @@ class Settings:
     """Those that are there because the configuration names them, whatever keys they have."""
 
 
-def read_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
-    """Of a TOML file, or of a run directory. Raises ValueError as `load_config`."""
-    path = path / STORED if path.is_dir() else path
-    layers = read_layers(path, overrides)
-    config = checked(RunConfig, layers.values, str(path))
+def read_settings(source: ConfigSource, overrides: Sequence[Override] = ()) -> Settings:
+    """Of a TOML file, a run directory or a dict. Raises ValueError as `load_config`."""
+    if isinstance(source, Path) and source.is_dir():
+        source = source / STORED
+    layers = read_layers(source, overrides)
+    config = checked(RunConfig, layers.values, origin_of(source))
     usual, found = _flat(_usual(config)), []
     for key, value in _flat(config.model_dump(mode="json")).items():
         is_default = usual.get(key, _REQUIRED) == value

@@ -7,6 +7,7 @@ use them, so that a dry run, a finished stage or a mistyped key does not wait fo
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,10 +26,10 @@ from miles_like.cluster.environment import describe_environment
 from miles_like.cluster.placement import PlacementPlan, Role, Slot, plan_placement
 from miles_like.config.run import RunConfig
 from miles_like.config.sections.cluster import format_ranges
-from miles_like.config.sections.distillation import StartedServer
+from miles_like.config.sections.distillation import MadeServer, StartedServer
 from miles_like.device_table import Device, device
 from miles_like.hf.checkpoint import read_config, read_config_file
-from miles_like.pipeline.cache import cache_of
+from miles_like.pipeline.cache import cache_of, fetch_directory
 from miles_like.pipeline.first_layers import downloaded_bytes, shortened
 from miles_like.pipeline.stages import (
     Preflight,
@@ -43,7 +44,13 @@ from miles_like.planning.nearby import Model, nearest, refusal
 from miles_like.planning.plan import Plan
 from miles_like.preflight.disk_plan import disk_plan
 from miles_like.run.setup.model_plan import PlannedModel, model_plan, planned_model
-from miles_like.run.setup.rollout_side import RolloutSide, server_launch, server_variables, teacher_launch
+from miles_like.run.setup.rollout_side import (
+    RolloutSide,
+    server_launch,
+    server_variables,
+    teacher_launch,
+    teacher_model,
+)
 from miles_like.run.setup.run_cluster import RunCluster, on_every_node
 from miles_like.staging.stage_files import node_needs
 from miles_like.stopping import run_to_end
@@ -231,19 +238,21 @@ TURN = (
 )
 
 
-def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | None) -> list[str]:
-    """Nodes, ranks and server command lines, as `--dry-run` prints them. model: None: not known yet."""
+def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | None, stage: Path) -> list[str]:
+    """Nodes, ranks and server command lines, as `--dry-run` prints them. model: None: not known yet. stage: the
+    directory of the stage of that name."""
     plan = plan_placement(config.cluster, config.parallel, config.servers, config.teacher_rollouts)
     lines = ["kernels: checked once the model is fetched" if model is None else _describe_trainer(model)]
     lines += describe_placement(config, plan)
-    stage = config.cluster.stage_dir
-    served = (Path(stage) / "stage-..." if stage else cache_of(config, run_dir) / "stage-..." / "data") / "hf"
+    local = config.cluster.stage_dir
+    served = (Path(local) / stage.name if local else stage / "data") / "hf"
     routes = model is None or model.routing is not None
     logs = run_dir / "logs"
-    servers = [(s, server_launch(config, served, logs, s, routes=routes)) for s in plan.of("rollout")]
+    launches = [(s, server_launch(config, served, logs, s, routes=routes)) for s in plan.of("rollout")]
+    lines += describe_servers("rollout server", [_server_command(plan, s, launch) for s, launch in launches])
     paths = _teacher_paths(config, run_dir)
-    servers += [(s, teacher_launch(config, paths[s.index], logs / "teachers", s)) for s in plan.of("teachers")]
-    lines += [f"node {s.node} runs: {' '.join(_server_command(plan, s, launch))}" for s, launch in servers]
+    launches = [(s, teacher_launch(config, paths[s.index], logs / "teachers", s)) for s in plan.of("teachers")]
+    lines += describe_servers("server of a teacher", [_server_command(plan, s, launch) for s, launch in launches])
     if config.takes_turns:
         lines.append(TURN)
     if config.servers is not None and config.rollout.engine == "vllm":
@@ -251,26 +260,63 @@ def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | N
     return [*lines, *_describe_environments(config), *config.distillation.described()]
 
 
+def describe_servers(title: str, commands: Sequence[list[str]]) -> list[str]:
+    """Of commands that differ in `_DIFFERENT` alone the first one, on a line without other words, after one with their
+    number and what differs."""
+    groups: dict[tuple[str, ...], list[list[str]]] = {}
+    for command in commands:
+        masked = ["" if before in _DIFFERENT else word for before, word in zip(["", *command], command, strict=False)]
+        groups.setdefault(tuple(masked), []).append(command)
+    lines = []
+    for alike in groups.values():
+        first = alike[0]
+        differ = [
+            f"{first[i - 1]} {_first_and_last([command[i] for command in alike])}"
+            for i in range(1, len(first))
+            if len({command[i] for command in alike}) > 1
+        ]
+        number = f"{len(alike)} x, {', '.join(differ)}" if differ else f"{len(alike)} x"
+        lines += [f"{title}: {number}", " ".join(word if "$" in word else shlex.quote(word) for word in first)]
+    if any("$NODE" in word for command in commands for word in command):
+        lines.append("$NODE0 is the address of node 0")
+    return lines
+
+
+_DIFFERENT = ("--port", "--host", "--dist-init-addr")
+
+
+def _first_and_last(values: Sequence[str]) -> str:
+    return ", ".join(values) if len(values) < 4 else f"{values[0]}, {values[1]}, ..., {values[-1]}"
+
+
 def _teacher_paths(config: RunConfig, run_dir: Path) -> list[Path]:
     """The checkpoint of each teachers' server, by its number: a local one as it is named, or the cache's."""
-    cached = cache_of(config, run_dir) / "fetch-..." / "data"
-    parts = config.distillation.started.values()
-    return [Path(t.path) if isinstance(t, StartedServer) and Path(t.path).is_dir() else cached for t in parts]
+
+    def path(name: str, teacher: StartedServer | MadeServer) -> Path:
+        if isinstance(teacher, StartedServer) and Path(teacher.path).is_dir():
+            return Path(teacher.path)
+        of = config.model_copy(
+            update={"model": teacher_model(name, teacher.path if isinstance(teacher, StartedServer) else teacher.make)}
+        )
+        return fetch_directory(of, cache_of(config, run_dir))[1] / "data"
+
+    return [path(name, teacher) for name, teacher in config.distillation.started.items()]
 
 
 def _server_command(plan: PlacementPlan, slot: Slot, launch: ServerLaunch) -> list[str]:
-    """`NODE3` stands for the address of node 3. Ports are those on a cluster; 0 stands for any free one."""
+    """`$NODE3` stands for the address of node 3. Ports are those on a cluster; 0 stands for any free one."""
     config, number = launch.config, plan.ports_of(slot.role).first + slot.index
+    host = f"$NODE{slot.node}" if plan.nodes > 1 else "127.0.0.1"
     port = (config.port or HTTP_PORT) + number
     if config.engine == "embedded":
         return embedded_command(launch, 0 if slot.role == "teachers" else port)
     if config.engine == "vllm":
-        host, routes = f"NODE{slot.node}", launch.return_routed_experts
+        routes = launch.return_routed_experts
         return vllm_command(config.vllm, model_path=launch.model_path, host=host, port=port, routes=routes)
     head = next(s for s in plan.of(slot.role) if s.index == slot.index and s.node_rank == 0)
     dist_init = (config.sglang.dist_init_port or DIST_INIT_PORT) + BLOCK * number
-    address = f"{f'NODE{head.node}' if slot.nnodes > 1 else '127.0.0.1'}:{dist_init}"
-    return sglang_command(replace(launch, host=f"NODE{slot.node}", dist_init_addr=address), port)
+    address = f"{f'$NODE{head.node}' if slot.nnodes > 1 else '127.0.0.1'}:{dist_init}"
+    return sglang_command(replace(launch, host=host, dist_init_addr=address), port)
 
 
 def _describe_environments(config: RunConfig) -> list[str]:

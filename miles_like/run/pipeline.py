@@ -14,8 +14,9 @@ from rich.markup import escape
 
 from miles_like.check_results import CheckResult, describe_unchecked, raise_failures
 from miles_like.checkpoint.run_state import check_kept
-from miles_like.config.load import ConfigSource, Override, dump_config, load_config, read_tree
+from miles_like.config.load import ConfigSource, Override, load_config, read_tree
 from miles_like.config.run import RunConfig
+from miles_like.config.settings import as_toml, read_settings
 from miles_like.pipeline.cache import describe_cache
 from miles_like.pipeline.run_directory import Mode, check_run_dir
 from miles_like.pipeline.stage_names import STAGES
@@ -33,6 +34,8 @@ from miles_like.run.setup.model_plan import PlannedModel
 from miles_like.run.setup.run_cluster import RunCluster, on_every_node
 from miles_like.variables import ray_address
 
+_PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
@@ -46,6 +49,8 @@ class PipelineOptions:
     from_step: int | None = None
     fresh: bool = False
     dry_run: bool = False
+    show_config: bool = False
+    """With `dry_run`: also the keys that differ from the defaults."""
     ray_address: str | None = None
     cache_dir: Path | None = None
     force: bool = False
@@ -70,6 +75,8 @@ def run_pipeline(config: ConfigSource, run_dir: Path, options: PipelineOptions, 
     """Run the stages that are not complete. Raises ValueError, RuntimeError, OSError or MemoryError with a message for
     the user, and `Stopped`."""
     mode = options.mode()
+    if options.show_config and not options.dry_run:
+        raise ValueError("--show-config does nothing without --dry-run: add it, or use miles-like config show")
     if options.from_step is not None:
         check_kept(run_dir / "checkpoints", options.from_step)
     loaded = load_config(config, options.settings())
@@ -89,9 +96,11 @@ def run_pipeline(config: ConfigSource, run_dir: Path, options: PipelineOptions, 
         raise_failures(checks)
         lines = describe_plan(loaded, functions.sizes, planned, to_do, joins_cluster=functions.joins_cluster)
         for line in [*lines, *assemble.describe_memory(loaded, model)]:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, **_PLAIN)
         console.print()
         print_stages(console, loaded, model, planned, selected, run_dir)
+        if options.show_config:
+            console.print("\n".join(["", *as_toml(read_settings(config, options.settings()))]), **_PLAIN)
         print_not_checked(console, checks)
         return
     console.print(f"[bold]{'cache':>10}[/]  {escape(describe_cache(loaded, run_dir))}", soft_wrap=True)
@@ -130,7 +139,7 @@ def print_stages(
     selected: list[str],
     run_dir: Path,
 ) -> None:
-    """Print each stage's state, directory and bytes; processes and commands; the resolved configuration."""
+    """Print each stage's state, directory and bytes; processes and commands."""
     console.print(f"[bold]{'cache':>10}[/]  {escape(describe_cache(config, run_dir))}", soft_wrap=True)
     for stage in planned:
         state = "not selected" if stage.name not in selected else stage.why_not_done()
@@ -140,10 +149,9 @@ def print_stages(
         done = state or "complete, would be skipped"
         console.print(f"{'':12}{size} -> {stage.directory}  [{done}]", markup=False, soft_wrap=True)
     console.print()
-    for line in assemble.describe_processes(config, run_dir, model):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print()
-    console.print(dump_config(config), markup=False, soft_wrap=True)
+    staged = next(stage.directory for stage in planned if stage.name == "stage")
+    for line in assemble.describe_processes(config, run_dir, model, staged):
+        console.print(line, **_PLAIN)
 
 
 def print_not_checked(console: Console, checks: Sequence[CheckResult]) -> None:

@@ -11,7 +11,8 @@ from typing import Literal
 from miles_like.cluster.environment import driver_secrets, plain_values
 from miles_like.cluster.factories import PublisherRecipe
 from miles_like.cluster.placement import Slot, plan_placement
-from miles_like.config.run import RunConfig
+from miles_like.config.run import ModelConfig, RunConfig
+from miles_like.config.sections.make import MakeConfig
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.turns.order import Turns
 from miles_like.turns.users import TurnClient
@@ -53,6 +54,13 @@ def server_launch(config: RunConfig, served: Path, logs: Path, slot: Slot, *, ro
         return_routed_experts=routes,
         env=plain_values(server_variables(config)),
     )
+
+
+def teacher_model(name: str, source: str | MakeConfig) -> ModelConfig:
+    """The model of a teacher for which the run starts a server: its path, or how it is made."""
+    if isinstance(source, str):
+        return ModelConfig(path=source)
+    return ModelConfig(path=name.replace("/", "-"), make=source)
 
 
 def teacher_launch(config: RunConfig, served: Path, logs: Path, slot: Slot) -> ServerLaunch:

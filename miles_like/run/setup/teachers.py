@@ -18,7 +18,7 @@ from miles_like.cluster.environment import driver_secrets
 from miles_like.cluster.placement import Slot, plan_placement
 from miles_like.cluster.rollout_servers import RayServers
 from miles_like.cluster.run_nodes import RunNodes
-from miles_like.config.run import ModelConfig, RunConfig
+from miles_like.config.run import RunConfig
 from miles_like.config.sections.convert import ConvertConfig
 from miles_like.config.sections.distillation import (
     MadeServer,
@@ -47,7 +47,7 @@ from miles_like.pipeline.fetch import describe, fetch, source_inputs, visible_fi
 from miles_like.pipeline.stages import Stage, run_stages
 from miles_like.protocols import Trainer
 from miles_like.run.setup.model_plan import RunTokenizer
-from miles_like.run.setup.rollout_side import teacher_launch
+from miles_like.run.setup.rollout_side import teacher_launch, teacher_model
 from miles_like.storage.completion import Output, files_under, input_key
 from miles_like.types import REFERENCE, Prompt
 from rollout.server_key import ServerKey, read_key
@@ -227,10 +227,7 @@ class RunTeachers:
     def _fetched(self, name: str, source: str | MakeConfig) -> Output:
         from miles_like.pipeline.make_checkpoint import make_checkpoint
 
-        if isinstance(source, str):
-            model = ModelConfig(path=source)
-        else:
-            model = ModelConfig(path=name.replace("/", "-"), make=source)
+        model = teacher_model(name, source)
         config = self.config.model_copy(update={"model": model})
         return self._staged(
             "fetch",  # as for the student: a checkpoint that both use is made once

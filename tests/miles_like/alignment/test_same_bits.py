@@ -77,10 +77,12 @@ def test_on_gpus_each_side_gets_its_own_settings(gpu: str, backend: str, tmp_pat
     assert allowed == allowance(Bounds(), load_config(QWEN).precision, engine="sglang", exact=False)
     (tmp_path / "again.toml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.toml") == config
-    described = "\n".join(describe_processes(config, tmp_path, known_model(config)))
+    described = "\n".join(describe_processes(config, tmp_path, known_model(config), tmp_path / "stage-1"))
     assert f" --attention-backend {backend} " in described and " --enable-deterministic-inference" in described
     assert "batch invariant forward, NCCL_ALGO=Ring, CUBLAS_WORKSPACE_CONFIG=:4096:8, NVTE_ALLOW_NONDET" in described
-    plain = "\n".join(describe_processes(stock := load_config(QWEN), tmp_path, known_model(stock)))
+    plain = "\n".join(
+        describe_processes(stock := load_config(QWEN), tmp_path, known_model(stock), tmp_path / "stage-1")
+    )
     assert "determin" not in plain and "NCCL_ALGO" not in plain and "--attention-backend" not in plain
 
 

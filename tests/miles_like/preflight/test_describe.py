@@ -18,6 +18,7 @@ from miles_like.preflight.describe import decimal, describe_checkpoints, describ
 from miles_like.run.assemble import known_model, stage_functions
 from miles_like.run.setup.run_cluster import RunCluster
 from tests.support.cli_runner import CliRunner
+from tests.support.refusals import check_refusal
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FP8, BF16 = 673_150_611_808, 1_342_052_868_096  # DeepSeek-V3's 671 B parameters without the draft layer
@@ -86,6 +87,18 @@ def test_the_command_says_it_first(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0].startswith("layout: TP1 x PP1") and lines[lines.index("") + 1].strip().startswith("cache")
+
+
+def test_the_configuration_is_printed_where_it_is_asked_for(tmp_path: Path) -> None:
+    """After the plan, and of it what differs from the defaults."""
+    words = ["train", str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path / "r")]
+    plan = CliRunner().invoke(app, [*words, "--dry-run"]).stdout
+    asked = CliRunner().invoke(app, [*words, "--dry-run", "--show-config", "--set", "train.steps=3"]).stdout
+    assert "[train]" not in plan and "steps = 3 " in asked and "groups_per_step" not in asked
+    assert asked.index("[model]") > asked.index("environment of a trainer rank")
+    refused = CliRunner().invoke(app, [*words, "--show-config"])
+    assert refused.exit_code == 2
+    check_refusal(refused.stderr, "--show-config", "--dry-run")
 
 
 @pytest.mark.parametrize(

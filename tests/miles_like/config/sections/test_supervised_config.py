@@ -60,7 +60,9 @@ def test_no_server_is_planned_and_no_route_replayed() -> None:
     config = load_config(CONFIGS / "tiny_dpo.toml")
     plan = plan_placement(config.cluster, config.parallel, config.servers)
     assert config.servers is None and not plan.of("rollout") and len(plan.of("trainer")) == 2
-    assert "rollout server none" in "\n".join(describe_processes(config, Path("run"), known_model(config)))
+    assert "rollout server none" in "\n".join(
+        describe_processes(config, Path("run"), known_model(config), Path("run") / "stage-1")
+    )
     trainer = trainer_config(config, Path("hf"))
     assert trainer.reference and trainer.replay.mode == "off" and trainer.temperature == 1.0
     assert trainer.head == "lm" and not trainer_config(load_config(CONFIGS / "tiny_sft.toml"), Path("hf")).reference

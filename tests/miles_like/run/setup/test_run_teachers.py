@@ -11,8 +11,10 @@ import pytest
 
 from miles_like.config.load import load_config
 from miles_like.hf.tokenizer import load_tokenizer
+from miles_like.pipeline.cache import cache_of, fetch_directory
 from miles_like.run.assemble import describe_processes
 from miles_like.run.setup import teachers as run_teachers
+from miles_like.run.setup.rollout_side import teacher_model
 from miles_like.run.setup.teachers import check_same_shapes, privileged
 from miles_like.types import Prompt
 from rollout.sglang.ports import HTTP_PORT
@@ -66,11 +68,13 @@ def test_servers_of_teachers_are_stock_ones_on_gpus_and_embedded_ones_on_cpu(
         assert not stock or launch.config.sglang.enable_memory_saver is False
         assert launch.env == {"SGLANG_LOG_MS": "1"}
     assert config.takes_turns and (not stock or share == (4, 6))
-    printed = [line for line in describe_processes(config, tmp_path, None) if line.startswith("node 1 runs: ")]
-    printed = [line for line in printed if "fetch-.../data" in line]
-    assert len(printed) == 2 and not any("--enable-memory-saver" in line for line in printed)
-    for number, line in enumerate(printed):
-        assert f"--port {HTTP_PORT + 4 + number if stock else 0}" in line
+    printed = describe_processes(config, tmp_path, None, tmp_path / "stage-1")
+    at = [n for n, line in enumerate(printed) if line.startswith("server of a teacher: ")]
+    assert len(at) == 2 and not any("--enable-memory-saver" in printed[n + 1] for n in at)
+    for number, n in enumerate(at):
+        of = config.model_copy(update={"model": teacher_model("ab"[number], f"owner/{'ab'[number]}")})
+        assert str(fetch_directory(of, cache_of(config, tmp_path))[1] / "data") in printed[n + 1].split()
+        assert f"--port {HTTP_PORT + 4 + number if stock else 0}" in printed[n + 1]
 
 
 def test_weights_of_another_architecture_are_refused_by_their_first_tensor() -> None:
