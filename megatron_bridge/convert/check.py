@@ -85,7 +85,9 @@ def _manifest(directory: Path) -> Manifest:
             f"{directory} is a trainer's checkpoint, which has no {MANIFEST} to compare with: convert it with to-hf, "
             "which reads and checks all of its weights, and check the result"
         )
-    raise ValueError(f"{directory} has no {MANIFEST}: it was not written by a conversion, or not completely")
+    raise ValueError(
+        f"{directory} has no {MANIFEST}: it was not written by convert, quantize or dequantize, or not completely"
+    )
 
 
 def _check_file(

@@ -86,7 +86,7 @@ def to_hf(
 
 @convert.command("check", cls=Command)
 def check_converted(directory: Path, memory_limit: MemoryOption = "4GiB", workers: WorkersOption = 1) -> None:
-    """Verify every tensor and file of a converted directory against its manifest."""
+    """Verify every tensor and file of a converted or quantized directory against its manifest."""
     with one_sentence():
         from miles_like.pipeline import convert as conversions
 

@@ -17,7 +17,7 @@ def dequantize(hf_dir: Path, out_dir: Path) -> None:
     with one_sentence():
         from miles_like.pipeline.dequantize import dequantize_checkpoint
 
-        echo(f"{dequantize_checkpoint(hf_dir, out_dir):,} bytes -> {out_dir}")
+        echo(f"{dequantize_checkpoint(hf_dir, out_dir, manifest=True):,} bytes -> {out_dir}")
 
 
 def quantize(

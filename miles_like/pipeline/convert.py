@@ -34,11 +34,10 @@ class Conversion:
     def __str__(self) -> str:
         parts, of = self.kept
         kept = f", {parts} of {of} parts kept from an interrupted run" if parts else ""
-        rate = self.bytes / self.seconds / 1e9
         less = f"; omitted: {len(self.skipped)} tensors, first {self.skipped[0]}" if self.skipped else ""
         return (
-            f"{self.tensors:,} tensors, {self.bytes:,} bytes -> {self.out} in {self.seconds:.1f} s ({rate:.2f} GB/s"
-            f"{kept}){less}"
+            f"{self.tensors:,} tensors, {self.bytes:,} bytes -> {self.out} in {self.seconds:.1f} s "
+            f"({speed(self.bytes, self.seconds)}{kept}){less}"
         )
 
 
@@ -138,6 +137,13 @@ def to_hf(
 def _done(report: ConvertReport, out: Path, seconds: float) -> Conversion:
     kept = report.units_kept, report.units
     return Conversion(out, report.tensors, report.bytes, seconds, kept, tuple(report.skipped))
+
+
+def speed(nbytes: int, seconds: float) -> str:
+    """Bytes per second in the unit that leaves a digit before the point."""
+    rate = nbytes / max(seconds, 1e-9)
+    unit, name = next(((u, n) for u, n in ((1e9, "GB/s"), (1e6, "MB/s")) if rate >= u), (1e3, "kB/s"))
+    return f"{rate / unit:.2f} {name}"
 
 
 def check(directory: Path, *, memory_limit: int, workers: int) -> str:

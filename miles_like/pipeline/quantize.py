@@ -11,6 +11,7 @@ from typing import Literal, cast, get_args
 
 from torch import Tensor
 
+from megatron_bridge.convert.hf_manifest import Sums
 from miles_like.hf.checkpoint import HFCheckpoint, write_hf
 from miles_like.pipeline.dequantize import check_finite
 from miles_like.pipeline.quant_report import PLOTS, QuantReport
@@ -67,31 +68,34 @@ def quantize_checkpoint(
     """Write the unquantized model directory `src` to `dst` in the format `spec`; return the bytes of tensor data.
 
     Weights that share a scale are read together and everything else in order, so that only a few tensors are in memory
-    at a time. The configuration gets `quantization_config`, tokenizer files are copied. `report` is filled, and written
-    into `dst`. Raises ValueError, leaving no `dst`, for a source that is already quantized, of which no weight would be
-    quantized, with a weight whose shape the format does not support (before anything is written), or with values that
-    are not finite; and as `HFCheckpoint` and `write_hf` do.
+    at a time. The configuration gets `quantization_config`, tokenizer files are copied, and a manifest is written.
+    `report` is filled, and written into `dst`. Raises ValueError, leaving no `dst`, for a source that is already
+    quantized, of which no weight would be quantized, with a weight whose shape the format does not support (before
+    anything is written), or with values that are not finite; and as `HFCheckpoint` and `write_hf` do.
     """
     hf, codec = unquantized(src), make_codec(spec)
     nbytes = quantized_bytes(hf, spec)
     tensors = in_bundles(hf.names(), lambda name: hf.info(name).shape, hf.read, spec)
     stored = quantize_stream(tensors, spec) if report is None else _measured(tensors, spec, codec, report)
+    sums = Sums()
     return write_hf(
         dst,
-        stored,
+        sums.of(stored),
         quantized_config(hf.config, spec, sorted(hf.names())),
         copy_from=src,
         shard_bytes=shard_bytes,
         nbytes=nbytes,
-        beside=None if report is None else partial(_write_report, report),
+        beside=partial(_write_beside, report, sums),
     )
 
 
-def _write_report(report: QuantReport, directory: Path) -> None:
-    from miles_like.pipeline.quant_plots import write_quant_plots  # imports matplotlib, which is slow
+def _write_beside(report: QuantReport | None, sums: Sums, directory: Path) -> None:
+    if report is not None:
+        from miles_like.pipeline.quant_plots import write_quant_plots  # imports matplotlib, which is slow
 
-    report.write(directory)
-    write_quant_plots(report, directory / PLOTS)
+        report.write(directory)
+        write_quant_plots(report, directory / PLOTS)
+    sums.write(directory)
 
 
 def quantized_bytes(hf: HFCheckpoint, spec: QuantSpec) -> int:

@@ -218,7 +218,7 @@ class RunTeachers:
 
     def _shards(self, name: str, path: str) -> Output:
         """A directory of Megatron shards: `path` itself, or the conversion of the Hugging Face directory `path`."""
-        if Manifest.there(root := Path(path)):
+        if Manifest.there(root := Path(path)) and Manifest.read(root).kind == "torch_dist":
             return Output(root.resolve(), {})
         directory = self._fetched(name, path).root
         check_same_shapes(name, HFCheckpoint(directory).config, self.student)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from miles_like.batch.packer import Packer
+from miles_like.checkpoint.ledger import Ledger
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.experience.experience import Experience
 from miles_like.loop.feed import NO_MORE

@@ -95,6 +95,30 @@ def test_what_is_stored_and_what_comes_back(fmt: QuantFormat, convention: str, p
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == CONFIG
 
 
+def test_what_the_commands_write_is_checked(plain: Path, tmp_path: Path) -> None:
+    """Every tensor and file of both, the report's included; a changed byte of a tensor or another file is found."""
+    run = CliRunner()
+    coded, back = tmp_path / "coded", tmp_path / "back"
+    assert run.invoke(app, ["quantize", str(plain), str(coded), "--report"]).exit_code == 0
+    assert run.invoke(app, ["dequantize", str(coded), str(back)]).exit_code == 0
+    for directory in (coded, back):
+        checkpoint = HFCheckpoint(directory)
+        files = [path for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json"]
+        done = run.invoke(app, ["convert", "check", str(directory)])
+        assert done.exit_code == 0, done.output
+        assert f"{len(checkpoint.names())} tensors, {len(files)} files" in done.stdout
+        info = checkpoint.info(name := checkpoint.names()[3])
+        with info.file.open("r+b") as file:
+            file.seek(info.offset)
+            file.write(b"\xa5\x5a")
+        refused = run.invoke(app, ["convert", "check", str(directory)])
+        assert refused.exit_code == 2
+        check_refusal(refused.stderr, info.file, name)
+    quantize_checkpoint(plain, again := tmp_path / "again", spec_of("fp8"))
+    (again / "tokenizer.json").write_text("[]")
+    check_refusal(run.invoke(app, ["convert", "check", str(again)]).stderr, again / "tokenizer.json")
+
+
 def test_modelopt_says_it_twice(plain: Path, tmp_path: Path) -> None:
     spec = QuantSpec.of(QuantFormat.NVFP4, convention="modelopt")
     quantize_checkpoint(plain, tmp_path / "out", spec)
