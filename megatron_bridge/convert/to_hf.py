@@ -162,7 +162,7 @@ def _config_dir(megatron_dir: Path, hf_config: Path | str | None) -> Path:
     if hf_config is None and not directory.is_dir():
         raise ValueError(
             f"{megatron_dir} has no hf/ with the model's config.json and tokenizer, as a converted directory has: give "
-            "hf_config, the Hugging Face directory of the model that was trained"
+            "--hf-config, the Hugging Face directory of the model that was trained, or use miles-like export"
         )
     if not (directory / CONFIG).is_file():
         raise ValueError(f"{directory / CONFIG} is missing: give the Hugging Face directory of the model")

@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeAlias, TypeVar, get_args, get_origin
 
 import tomli_w
@@ -290,12 +291,14 @@ def _copied(value: Any) -> Any:
 
 
 def _without_drops(tree: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Without the sections that are `false` though no extended file had them."""
+    """Without the sections that are `false` though no extended file had them, and without optional keys that are."""
     out = dict(tree)
     for key, value in tree.items():
         field = fields(model).get(key)
         section = None if field is None else section_of(field.annotation)
         if section is None:
+            if value is False and field is not None and _is_optional(field.annotation):
+                del out[key]
             continue
         of, named = section
         if value is False:
@@ -308,6 +311,12 @@ def _without_drops(tree: dict[str, Any], model: type[BaseModel]) -> dict[str, An
         elif isinstance(value, dict) and of is not None:
             out[key] = _without_drops(value, of)
     return out
+
+
+def _is_optional(annotation: Any) -> bool:
+    """Whether a key can be unset and `false` is no value of it."""
+    kinds = get_args(annotation)
+    return NoneType in kinds and bool not in kinds
 
 
 def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool] | None:

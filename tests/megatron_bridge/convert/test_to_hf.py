@@ -331,7 +331,7 @@ def _no_checkpoint(path: Path) -> Facts:
 
 def _no_config(path: Path) -> Facts:
     (path / "hf").rename(path / "away")
-    return path, "hf/", "hf_config"
+    return path, "hf/", "--hf-config"
 
 
 def _empty_config_dir(path: Path) -> Facts:

@@ -98,6 +98,21 @@ def test_a_child_drops_what_it_inherits(tmp_path: Path) -> None:
     assert load_config(base, ["precision.qat=false"]).precision.qat is False
 
 
+def test_false_unsets_an_optional_key_that_is_no_truth_value(tmp_path: Path) -> None:
+    """So that a child evaluates nothing, or stages where the run directory is."""
+    child = tmp_path / "child.toml"
+    child.write_text(f'extends = "{TINY}"\n[data]\neval = false\n[cluster]\nstage_dir = false\n')
+    config = load_config(child)
+    assert config.data.eval is None and config.eval_sets == () and config.cluster.stage_dir is None
+    assert load_config(TINY, ["cluster.colocate=false"]).cluster.colocate is False
+    with refuses(ValueError, "train.on_nonfinite", False):
+        load_config(TINY, ["train.on_nonfinite=false"])
+    assert (
+        load_config(TINY, ["algorithm.clip_dual=3", "algorithm.clip_dual=false"]).algorithm
+        == load_config(TINY).algorithm
+    )
+
+
 def test_the_schedule_ends_with_the_last_optimizer_step() -> None:
     """Learning rates are of optimizer steps; a run of 10 rollouts with 4 of them each has 40."""
     changes = ["train.steps=10", "train.steps_per_rollout=4", "optimizer.schedule=linear", "optimizer.warmup_steps=20"]
