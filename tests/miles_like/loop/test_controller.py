@@ -13,12 +13,15 @@ from typing import Any, cast
 
 import pytest
 import torch
+from rich.console import Console
 
 from miles_like.batch.packer import Packer
 from miles_like.checkpoint.ledger import Ledger
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.experience.experience import Experience
 from miles_like.loop.feed import NO_MORE
+from miles_like.loop.recorder import Recorder
+from miles_like.report.progress import PhaseBar
 from miles_like.stopping import Stopped
 from miles_like.types import Prompt, SampleGroup, TrainBatch
 from tests.support.loop_world import World, group
