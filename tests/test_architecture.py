@@ -182,7 +182,7 @@ RULES = {
     " miles_like.command_errors miles_like.config miles_like.pipeline miles_like.planning miles_like.report"
     " miles_like.rewards miles_like.run miles_like.stopping",
     "miles_like.commands": "quant.hf_config megatron_bridge.config megatron_bridge.fake megatron_bridge.plan"
-    " rollout.embedded.server rollout.server_key rollout.server_url miles_like.api miles_like.command_errors"
+    " rollout.embedded.server rollout.server_key miles_like.api miles_like.command_errors"
     " miles_like.config miles_like.device_table miles_like.doctor miles_like.hf miles_like.limits miles_like.pipeline"
     " miles_like.preflight miles_like.report miles_like.run miles_like.simulation miles_like.variables",
     "miles_like.commands.data": "miles_like.command_errors miles_like.commands miles_like.datasets miles_like.run",

@@ -47,7 +47,7 @@ class RunResult:
     def summary(self) -> dict[str, dict[str, float]]:
         """The table that a run prints at its end: metric -> its `first`, `last` and, where a direction is better,
         `best` value."""
-        from miles_like.report.sinks import first_last_best, headline_keys
+        from miles_like.report.console import first_last_best, headline_keys
 
         rows = self.rows
         found = {key: first_last_best(rows, key) for key in headline_keys(rows)}

@@ -53,13 +53,13 @@ def read_settings(source: ConfigSource, overrides: Sequence[Override] = ()) -> S
     """Of a TOML file, a run directory or a dict. Raises ValueError as `load_config`."""
     if isinstance(source, Path) and source.is_dir():
         source = source / STORED
-    layers = read_layers(source, overrides)
-    config = checked(RunConfig, layers.values, origin_of(source))
+    layers, origin = read_layers(source, overrides), origin_of(source)
+    config = checked(RunConfig, layers.values, origin)
     usual, found = _flat(_usual(config)), []
     for key, value in _flat(config.model_dump(mode="json")).items():
         is_default = usual.get(key, _REQUIRED) == value
-        source = _source(layers.sources, key) or (DEFAULT if is_default else DERIVED)
-        found.append(Setting(key, value, source, is_default))
+        set_by = _source(layers.sources, key) or (DEFAULT if is_default else DERIVED)
+        found.append(Setting(key, value, set_by, is_default))
     return Settings(config, tuple(found), tuple(_named(config)))
 
 

@@ -20,7 +20,7 @@ from miles_like.types import PublishReport, SampleGroup
 
 
 class Delivery(Protocol):
-    """A publication in two parts (miles_like.run.delivery)."""
+    """A publication in two parts (miles_like.run.setup.delivery)."""
 
     async def write(self, version: int) -> None:
         """The trainer's part: afterwards its weights may change. Raises RuntimeError."""

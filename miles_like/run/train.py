@@ -29,7 +29,7 @@ from miles_like.loop.buffer import DataBuffer
 from miles_like.loop.controller import Controller
 from miles_like.loop.evaluation import Evaluator, HeldOut, held_out
 from miles_like.loop.feed import Feed
-from miles_like.loop.overlapped import loop_of
+from miles_like.loop.overlapped import OverlappedController, loop_of
 from miles_like.loop.producer import Producer
 from miles_like.loop.recorder import Recorder
 from miles_like.loop.saver import Saver
@@ -41,8 +41,8 @@ from miles_like.report.html import write_report
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards
 from miles_like.run.alignment import check_bits, server_checks
-from miles_like.run.delivery import DirectoryDelivery, TrainerPublication, publication_of
 from miles_like.run.replacing import RunningServers, RunReplacements
+from miles_like.run.setup.delivery import DirectoryDelivery, TrainerPublication, publication_of
 from miles_like.run.setup.launcher import Launcher, freeze_gc
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.rollout_side import RolloutSide
@@ -386,6 +386,7 @@ class TrainingRun:
     @property
     def make_controller(self) -> Callable[..., Controller]:
         if isinstance(self.publication, DirectoryDelivery):
+            assert issubclass(self.controller, OverlappedController), "chosen by `loop_of`"
             return partial(self.controller, delivery=self.publication)
         return self.controller
 

@@ -62,7 +62,7 @@ def _about(name: str) -> Iterator[str]:
     yield from (f"### `miles_like.{name}`", "")
     if inspect.isclass(found):
         if name == "RunResult":
-            yield from ("```python", f"{name}(run_dir: str | Path)", "```", "")
+            yield from ("```python", f"{name}(run_dir)", "```", "")
         yield from _described(found.__doc__)
         yield from _members(found)
         return
@@ -72,7 +72,7 @@ def _about(name: str) -> Iterator[str]:
 
 def _signature(name: str, signature: inspect.Signature) -> Iterator[str]:
     """One parameter a line, with the annotations as the source has them."""
-    yield f"{name}("
+    yield f"def {name}("
     keyword = False
     for one in signature.parameters.values():
         if one.kind is inspect.Parameter.KEYWORD_ONLY and not keyword:
@@ -97,7 +97,7 @@ def _members(kind: type) -> Iterator[str]:
         call = "" if isinstance(member, property) else f"({', '.join(list(inspect.signature(member).parameters)[1:])})"
         rows.append(f"| `{name}{call}` | {' '.join(text.split())} |")
     if rows:
-        yield from ("| | |", "|---|---|", *rows, "")
+        yield from ("| member | value |", "|---|---|", *rows, "")
 
 
 def _described(text: str | None) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _described(text: str | None) -> Iterator[str]:
         body = textwrap.dedent(body).strip()
         _, *entries = _ENTRY.split(body)
         if title == "Args":
-            yield from ("| argument | |", "|---|---|")
+            yield from ("| argument | meaning |", "|---|---|")
             for names, about in zip(entries[::2], entries[1::2], strict=True):
                 shown = ", ".join(f"`{name}`" for name in names.split(", "))
                 yield f"| {shown} | {' '.join(about.split())} |".replace(" | None", r" \| None")

@@ -118,7 +118,8 @@ def test_asked_to_stop_while_servers_load_the_step_that_trains_is_ended_and_save
     world = Beside(load_s=0.005, train_s=0.01, stop_at_load=2)
     with pytest.raises(Stopped):
         world.run(9, max_staleness=1, producer=LOCKSTEP)
-    assert world.log[-2:] == ["save 3", "saved 3"] and world.version == 3
+    ends = [event for event in world.log if not event.startswith("rollout")]
+    assert ends[-2:] == ["save 3", "saved 3"] and world.version == 3
 
 
 def test_asked_to_stop_before_the_next_step_takes_its_groups_the_boundary_is_saved() -> None:
@@ -133,4 +134,5 @@ def test_asked_to_stop_before_the_next_step_takes_its_groups_the_boundary_is_sav
     world.controller = partial(Asked, delivery=world.delivery)
     with pytest.raises(Stopped):
         world.run(9, max_staleness=1, producer=LOCKSTEP)
-    assert world.log[-3:] == ["load 2", "save 2", "saved 2"]
+    ends = [event for event in world.log if not event.startswith("rollout")]
+    assert ends[-3:] == ["load 2", "save 2", "saved 2"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_like.run.delivery import DirectoryDelivery
+from miles_like.run.setup.delivery import DirectoryDelivery
 from miles_like.types import PublishReport, ServerFault
 from rollout.publish.publication import Sent
 from tests.support.refusals import refuses
