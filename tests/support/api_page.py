@@ -79,7 +79,7 @@ def _signature(name: str, signature: inspect.Signature) -> Iterator[str]:
             yield "    *,"
             keyword = True
         yield f"    {_parameter(one)},"
-    yield f") -> {signature.return_annotation}"
+    yield f") -> {signature.return_annotation}: ..."
 
 
 def _parameter(one: inspect.Parameter) -> str:
