@@ -156,7 +156,7 @@ EVERYWHERE = ("0.0.0.0", "::", "")
 @pytest.mark.parametrize("port", ["80000", "-1", "0", "port"])
 def test_a_port_that_is_none_is_refused(port: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", port])
-    assert done.exit_code == 2 and "Invalid value for '--port'" in done.stderr
+    assert done.exit_code == 2 and "port" in done.stderr and port in done.stderr
 
 
 @pytest.mark.parametrize(

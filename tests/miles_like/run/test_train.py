@@ -34,6 +34,7 @@ from miles_like.loop.saver import Saver
 from miles_like.preflight.checks import check_over_sampling
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards, scored_by
+from miles_like.run.setup.delivery import TrainerPublication
 from miles_like.run.setup.launcher import Launcher
 from miles_like.run.setup.model_plan import ModelPlan, planned_model
 from miles_like.run.setup.rollout_side import RolloutSide
@@ -84,7 +85,9 @@ def run_of(plan: ModelPlan, trainer: Any = None, **more: Any) -> TrainingRun:
         "critic": None,
         "console": console,
     }
-    return TrainingRun(trainer=trainer, **parts | more)
+    run = TrainingRun(trainer=trainer, **parts | more)
+    run.publication = TrainerPublication(rollout, trainer, goes_on=False)
+    return run
 
 
 @pytest.mark.slow

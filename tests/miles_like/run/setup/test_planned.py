@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
 from miles_like.pipeline.stages import Stage, plan_stages
 from miles_like.run.assemble import known_model, stage_functions
+from miles_like.run.setup.delivery import TrainerPublication
 from miles_like.run.setup.model_plan import model_plan, planned_model
 from miles_like.run.setup.run_cluster import RunCluster
 from miles_like.run.train import TrainingRun
@@ -151,6 +152,7 @@ def test_servers_begin_with_what_the_trainer_rounds_to(qat: bool, tmp_path: Path
     run.config, run.resumed = load_config(TINY, [f"precision.qat={str(qat).lower()}"]), None
     trainer: Any = Trainer()
     run.models = {"trainer": trainer}
+    run.publication = TrainerPublication(cast(Any, None), trainer, goes_on=False)
     scored: list[int] = []
 
     class Checks:
