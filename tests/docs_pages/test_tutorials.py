@@ -141,7 +141,8 @@ def test_commands_of_the_other_pages(reader: Reader) -> None:
     programs = {" ".join(line.split()[1:2]) for line in lines}
     assert {"train", "plan", "simulate", "doctor", "verify"} <= programs
     few = "".join(f" --set {setting}" for setting in FEW)
-    reader.run(f"miles-like train configs/tiny.toml --run-dir runs/demo{few}", background=False)
+    demo = f"miles-like train configs/tiny.toml --run-dir runs/demo{few} --set train.steps=6"  # `simulate` reads five
+    reader.run(demo, background=False)
     for line in lines:
         small = few if line.startswith("miles-like train") else ""
         if "tiny_opd" in line:
