@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from miles_like.planning.plan import Plan
     from miles_like.run.evaluate import Found
 
-_KEYS = (  # of the settings that have a separate parameter
+_KEYS = (  # of the settings that are parameters of `evaluate`
     "eval.samples",
     "eval.greedy",
     "eval.temperature",
