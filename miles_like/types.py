@@ -126,6 +126,9 @@ TEACHER = "teacher"  # stream: log-probs under a teacher's weights
 TAUGHT = "taught"  # stream: 1 where a teacher scored the token, else 0
 VALUES = "values"  # stream: the critic's value estimate before the token was chosen
 RETURNS = "returns"  # stream: the critic's training targets
+ANSWER = "answer"  # stream: 1 at the tokens of the answer, 0 at those of the prompt
+DESIRABLE = "desirable"  # stream: 1 at each token of a desirable sample, 0 at those of others
+KL_BASELINE = "kl_baseline"  # stream: KTO's baseline of the step, nats, the same at each token
 TEACHER_CANDIDATES = "teacher_candidates"  # stream [S, C]: the teacher's log-probs of the sample's candidates
 
 

@@ -181,7 +181,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def a_run_without_rollout_has_no_keys_of_one(self) -> RunConfig:
         name, pairs = self.algorithm.name, self.algorithm.name in PAIRS
-        check_keys(name, self.supervised)
+        check_keys(name, self.supervised, self.train.groups_per_step)
         if self.servers is not None:
             return self
         if self.data.train is None:
@@ -190,7 +190,7 @@ class RunConfig(Section):
         train = set(TrainLoopConfig.model_fields) - {"samples_per_group", "steps_per_rollout"}
         sections: dict[str, tuple[BaseModel, BaseModel, set[str]]] = {
             "replay": (self.replay, ReplayConfig(mode="off"), set()),
-            "train": (self.train, TrainLoopConfig(), train - {"mtp_coefficient"} if pairs else train),
+            "train": (self.train, TrainLoopConfig(), train - {"mtp_coefficient"} if name != "sft" else train),
             "data": (self.data, DataConfig(train=self.data.train), data if pairs else data | {"answer_key"}),
             "eval": (self.eval, EvalConfig(), {"every", "max_prompts", "sets"}),
             "cluster": (self.cluster, ClusterConfig(), set(ClusterConfig.model_fields) - {"colocate"}),

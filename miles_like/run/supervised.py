@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
-from miles_like.batch.packer import Packer
 from miles_like.checkpoint import run_state
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.config.load import store_config
@@ -18,8 +17,9 @@ from miles_like.run.setup.launcher import Launcher, freeze_gc
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter
 from miles_like.stopping import Deadline, StopRequest, command_began, run_to_end
+from miles_like.supervised.baseline import MismatchedKl
 from miles_like.supervised.data import ExampleReader
-from miles_like.supervised.steps import ExampleFeed, SupervisedLoop, make_objective
+from miles_like.supervised.steps import Batches, ExampleFeed, SupervisedLoop, make_objective
 from miles_like.types import SampleGroup
 from rollout.prompts.order import Order
 
@@ -42,7 +42,9 @@ def train_supervised(plan: ModelPlan, console: Console, *, resume: bool, launche
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     packs = packer(plan, c.parallel.dp, replayed=True, balanced=True, aggregation=objective.aggregation)
     stop = StopRequest()
-    run_to_end(_loop(files, resumed, trainer, packs, examples, held_out, stop), stop, c.checkpoint.grace_s)
+    baseline = MismatchedKl(trainer=trainer, packer=packs) if objective.has_baseline else None
+    batches = Batches(packer=packs, baseline=baseline)
+    run_to_end(_loop(files, resumed, trainer, batches, examples, held_out, stop), stop, c.checkpoint.grace_s)
     write_report(plan.run_dir)
     console.print(f"{'':12}Report: {plan.run_dir / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
 
@@ -59,14 +61,21 @@ def read_examples(plan: ModelPlan) -> tuple[list[SampleGroup], dict[str, list[Sa
     )
     if c.data.train is None:
         raise ValueError("data.train is not set: name the file of the examples")
-    return reader.read(c.data.train), {s.name: reader.read(s.path)[: s.max_prompts] for s in c.eval_sets}
+    held_out = {s.name: reader.read(s.path)[: s.max_prompts] for s in c.eval_sets}
+    for name, groups in held_out.items():
+        if c.algorithm.name == "kto" and len(groups) < 2:
+            raise ValueError(
+                f"eval set {name!r} has {len(groups)} row, and KTO's baseline joins the prompt of each row with the "
+                "answer of another: give it 2 rows or more, or raise eval.max_prompts"
+            )
+    return reader.read(c.data.train), held_out
 
 
 async def _loop(
     files: RunFiles,
     resumed: Resumed | None,
     trainer: RayTrainer,
-    packs: Packer,
+    batches: Batches,
     examples: Sequence[SampleGroup],
     held_out: Mapping[str, Sequence[SampleGroup]],
     stop: StopRequest,
@@ -86,8 +95,8 @@ async def _loop(
         loop = SupervisedLoop(
             trainer=trainer,
             feed=feed,
-            packer=packs,
-            held_out={name: packs.examples(groups) for name, groups in held_out.items()},
+            batches=batches,
+            held_out=held_out,
             speed=speed_meter(plan),
             sink=sink,
             saver=Saver(

@@ -1,4 +1,4 @@
-"""Read examples for supervised training: answers, or pairs of a chosen and a rejected answer.
+"""Read examples for supervised training: answers, answers with a label, or pairs of a chosen and a rejected answer.
 
 Every row becomes a group that is packed like a rollout's: one sample for an answer, two for a pair, the chosen first.
 Prompt and answer are tokenized separately, so that the tokens before an answer are those that a server would get.
@@ -9,14 +9,14 @@ Letters: S tokens of a sample.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from miles_like.config.sections.supervised import PAIRS, SupervisedConfig
-from miles_like.types import Finish, Prompt, Sample, SampleGroup
+from miles_like.types import ANSWER, DESIRABLE, Finish, Prompt, Sample, SampleGroup
 from rollout.prompts.config import DataConfig
 from rollout.prompts.dataset import read_rows
 from rollout.prompts.schema import ANSWERS, PROMPTS
@@ -40,7 +40,7 @@ class ExampleReader:
     tokenizer: EndingTokenizer
     data: DataConfig
     keys: SupervisedConfig
-    algorithm: str  # "sft", "dpo" or "reward_model"
+    algorithm: str  # one of SUPERVISED
     max_tokens: int  # input tokens of a micro-batch, which must hold the prompt with its answer, twice for a pair
 
     def read(self, path: str, limit: int | None = None) -> list[SampleGroup]:
@@ -59,8 +59,14 @@ class ExampleReader:
         return out
 
     def _group(self, row: Mapping[str, Any], name: str) -> SampleGroup:
-        prompt, answers = self._pair(row) if self.algorithm in PAIRS else self._answer(row)
+        desirable = self._label(row) if self.algorithm == "kto" else None
+        paired = self.algorithm in PAIRS or (self.algorithm == "kto" and desirable is None)
+        prompt, answers = self._pair(row) if paired else self._answer(row)
         samples = tuple(self._sample(prompt, text, column, name, i) for i, (column, text) in enumerate(answers.items()))
+        if self.algorithm == "kto":
+            samples = tuple(_marked(s, i == 0 if desirable is None else desirable) for i, s in enumerate(samples))
+        elif self.algorithm == "orpo":
+            samples = tuple(_with_text(s, self.keys.nll_of == "text" and i == 0) for i, s in enumerate(samples))
         inputs = sum(len(s.token_ids) - 1 for s in samples)
         if inputs > self.max_tokens:
             both = " together" if len(samples) > 1 else ""
@@ -68,7 +74,8 @@ class ExampleReader:
                 f"{' and '.join(map(repr, answers))} and the prompt{both} have {inputs} input tokens, a micro-batch "
                 f"holds {self.max_tokens}: raise train.max_tokens_per_rank, or take the row out"
             )
-        ids = samples[0].token_ids[: int(samples[0].loss_mask.int().argmax())]
+        answer = samples[0].streams.get(ANSWER, samples[0].loss_mask)
+        ids = samples[0].token_ids[: int(answer.int().argmax())]
         return SampleGroup(
             prompt=Prompt(id=name, token_ids=tuple(ids.tolist()), answer=samples[0].text), samples=samples
         )
@@ -86,6 +93,22 @@ class ExampleReader:
         if self.data.instruction:
             raise ValueError(f"data.instruction is not put into the conversations of column {column!r}: remove it")
         return [], {column: self._messages(row, column, "supervised.messages_key")}
+
+    def _label(self, row: Mapping[str, Any]) -> bool | None:
+        """Whether the row's answer is desirable; None: the row has no label, but a pair. Raises ValueError for a label
+        that is neither true nor false, and for a row with neither."""
+        column, chosen = self.keys.label_key, self.keys.chosen_key
+        given = row.get(column)
+        if given is None:
+            if row.get(chosen) is not None:
+                return None
+            raise ValueError(
+                f"no column {column!r} and no pair in {chosen!r} and {self.keys.rejected_key!r}: set "
+                "supervised.label_key, or supervised.chosen_key and supervised.rejected_key"
+            )
+        if given not in (True, False):
+            raise ValueError(f"column {column!r} is {given!r:.200}, want true (desirable) or false")
+        return bool(given)
 
     def _pair(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Messages]]:
         """Answers that are whole conversations, as in Hugging Face's preference sets, begin with the prompt. Without a
@@ -202,3 +225,13 @@ class ExampleReader:
                 "no server would see these tokens: give each answer its own row"
             )
         return text
+
+
+def _marked(sample: Sample, desirable: bool) -> Sample:
+    return replace(sample, streams={DESIRABLE: torch.full((len(sample.token_ids),), float(desirable))})
+
+
+def _with_text(sample: Sample, text: bool) -> Sample:
+    """The sample with the stream ANSWER. text: with loss on all tokens that have a predecessor."""
+    mask = torch.arange(len(sample.token_ids)) > 0 if text else sample.loss_mask
+    return replace(sample, loss_mask=mask, streams={ANSWER: sample.loss_mask.float()})

@@ -11,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from miles_like.algorithms.dpo import DpoLoss
+from miles_like.algorithms.kto import KtoLoss
+from miles_like.algorithms.orpo import OrpoLoss
 from miles_like.algorithms.reward_model import BradleyTerryLoss
 from miles_like.algorithms.sft import NllLoss
+from miles_like.algorithms.simpo import SimpoLoss
 from miles_like.batch.packer import Packer
 from miles_like.checkpoint.writer import Snapshot
 from miles_like.config.sections.supervised import SUPERVISED, Sigmoid, SupervisedConfig
@@ -20,6 +23,7 @@ from miles_like.loop.saver import Saver
 from miles_like.protocols import LossFn, MetricSink, Trainer
 from miles_like.report.progress import PhaseBar
 from miles_like.report.speed import SpeedMeter
+from miles_like.supervised.baseline import MismatchedKl
 from miles_like.types import Aggregation, SampleGroup, TrainBatch
 from rollout.prompts.order import Cursor, Order
 
@@ -34,10 +38,12 @@ _HELD_OUT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """A loss and the aggregation of its token losses; for pairs the aggregation is the mean over pairs."""
+    """A loss and the aggregation of its token losses; for pairs the aggregation is the mean over pairs. has_baseline:
+    the loss needs the stream of `MismatchedKl`."""
 
     loss: LossFn
     aggregation: Aggregation
+    has_baseline: bool = False
 
 
 def make_objective(name: str, config: SupervisedConfig) -> Objective:
@@ -45,20 +51,45 @@ def make_objective(name: str, config: SupervisedConfig) -> Objective:
     assert name in SUPERVISED, name
     if name == "sft":
         return Objective(loss=NllLoss(), aggregation=Aggregation(config.aggregation))
-    if name == "dpo":
-        part = config.dpo
-        smoothing = part.label_smoothing if isinstance(part, Sigmoid) else 0.0
-        dpo = DpoLoss(kind=part.loss, beta=part.beta, label_smoothing=smoothing)
-        return Objective(loss=dpo, aggregation=Aggregation.SEQUENCE_MEAN)
-    ranking = BradleyTerryLoss(center_coefficient=config.center_coefficient)
-    return Objective(loss=ranking, aggregation=Aggregation.SEQUENCE_MEAN)
+    loss = _preference_loss(name, config)
+    return Objective(loss=loss, aggregation=Aggregation.SEQUENCE_MEAN, has_baseline=isinstance(loss, KtoLoss))
 
 
-async def held_out_metrics(trainer: Trainer, sets: Mapping[str, TrainBatch]) -> dict[str, float]:
+def _preference_loss(name: str, config: SupervisedConfig) -> LossFn:
+    beta, form = config.beta, config.dpo
+    smoothing = form.label_smoothing if isinstance(form, Sigmoid) else 0.0
+    match name:
+        case "dpo":
+            return DpoLoss(kind=form.loss, beta=beta, label_smoothing=smoothing)
+        case "kto":
+            weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
+            return KtoLoss(beta=beta, **weights)
+        case "orpo":
+            return OrpoLoss(beta=beta)
+        case "simpo":
+            return SimpoLoss(beta=beta, margin=config.margin, label_smoothing=smoothing)
+    return BradleyTerryLoss(center_coefficient=config.center_coefficient)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """Examples as the batch that the loss needs."""
+
+    packer: Packer
+    baseline: MismatchedKl | None = None
+
+    async def of(self, examples: Sequence[SampleGroup]) -> TrainBatch:
+        """Raises ValueError as `pack`, and RuntimeError when a rank fails."""
+        return self.packer.examples(examples if self.baseline is None else await self.baseline.add(examples))
+
+
+async def held_out_metrics(
+    trainer: Trainer, batches: Batches, sets: Mapping[str, Sequence[SampleGroup]]
+) -> dict[str, float]:
     """`eval/{set}/loss` of each set, and the other metrics of _HELD_OUT that the loss has. Nothing is trained."""
     out = dict[str, float]()
-    for name, batch in sets.items():
-        found = await trainer.evaluate(batch)
+    for name, examples in sets.items():
+        found = await trainer.evaluate(await batches.of(examples))
         out |= {f"eval/{name}/{short}": found[key] for key, short in _HELD_OUT.items() if key in found}
     return out
 
@@ -90,14 +121,14 @@ class ExampleFeed:
 
 @dataclass(kw_only=True)
 class SupervisedLoop:
-    """The training loop of one run. held_out: set name -> batch. eval_every: steps between two evaluations, besides
+    """The training loop of one run. held_out: set name -> examples. eval_every: steps between two evaluations, besides
     those before the first and after the last step; 0: never. earlier_s: `wall_s` of the row that the run resumes
     after."""
 
     trainer: Trainer
     feed: ExampleFeed
-    packer: Packer
-    held_out: Mapping[str, TrainBatch]
+    batches: Batches
+    held_out: Mapping[str, Sequence[SampleGroup]]
     speed: SpeedMeter
     sink: MetricSink
     saver: Saver
@@ -119,7 +150,7 @@ class SupervisedLoop:
             began = time.perf_counter()
             self.progress.phase(step, "train")
             examples = self.feed.take()
-            report = await self.trainer.train([self.packer.examples(examples)])
+            report = await self.trainer.train([await self.batches.of(examples)])
             train_s = time.perf_counter() - began
             tokens = {"tokens_total": float(self.feed.tokens_total)}
             metrics = {**report.metrics, **tokens, **self.speed.metrics(examples, train_s=train_s)}
@@ -138,4 +169,4 @@ class SupervisedLoop:
         if not self.eval_every:
             return {}
         self.progress.phase(version, "evaluate")
-        return await held_out_metrics(self.trainer, self.held_out)
+        return await held_out_metrics(self.trainer, self.batches, self.held_out)

@@ -18,8 +18,10 @@ FEW = (*("--set", "train.steps=2"), *("--set", "train.groups_per_step=6"), *("--
 LONG = pytest.mark.long(beside="tests/laws/test_supervised_resume.py")
 FIGURES = [
     pytest.param("sft", "eval/heldout/answer_prob", id="sft", marks=LONG),
-    pytest.param("dpo", "eval/pairs_heldout/accuracy", id="dpo", marks=LONG),
-    pytest.param("reward_model", "eval/pairs_heldout/accuracy", id="reward_model", marks=LONG),
+    *(
+        pytest.param(name, "eval/pairs_heldout/accuracy", id=name, marks=LONG)
+        for name in ("dpo", "kto", "orpo", "simpo", "reward_model")
+    ),
 ]
 
 

@@ -14,14 +14,30 @@ import pytest
 import torch
 
 from miles_like.algorithms.dpo import DpoLoss
+from miles_like.algorithms.kto import KtoLoss
 from miles_like.algorithms.losses.value import ValueLoss
+from miles_like.algorithms.orpo import OrpoLoss
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.algorithms.reward_model import BradleyTerryLoss
 from miles_like.algorithms.sft import NllLoss
+from miles_like.algorithms.simpo import SimpoLoss
 from miles_like.batch.packer import Packer
 from miles_like.config.sections.algorithm import BOUNDS_OF, AlgorithmConfig, CorrectionConfig, RolloutAlgorithm
 from miles_like.config.sections.flat import names_of, parts_of, values
-from miles_like.types import RETURNS, VALUES, Aggregation, Finish, LossInputs, Prompt, Reduce, Sample, SampleGroup
+from miles_like.types import (
+    ANSWER,
+    DESIRABLE,
+    KL_BASELINE,
+    RETURNS,
+    VALUES,
+    Aggregation,
+    Finish,
+    LossInputs,
+    Prompt,
+    Reduce,
+    Sample,
+    SampleGroup,
+)
 
 KINDS = names_of(parts_of(RolloutAlgorithm)["loss"])
 
@@ -34,14 +50,20 @@ LOSSES = {
     "-".join(map(str, (name, *list(values(c).values())[:3]))): make_algorithm(AlgorithmConfig(name=name), c).loss
     for name in ("grpo", "gspo")
     for c in CORRECTIONS
-} | {"nll": NllLoss(), "value": ValueLoss(value_clip=0.2)}
+} | {"nll": NllLoss(), "value": ValueLoss(value_clip=0.2), "kto": KtoLoss(beta=0.3)}
 SHARED = {"kl_coefficient": 0.1, "kl_unbiased": True, "entropy_coefficient": 0.1, "off_policy_delta": 1e-4}
 LOSSES |= {
     f"{kind}-{'+'.join(keys) or 'bare'}": make_algorithm(AlgorithmConfig(loss=kind, **keys), CorrectionConfig()).loss
     for kind in KINDS
     for keys in ({}, SHARED)
 }
-PAIRS = {"dpo": DpoLoss(beta=0.3), "ipo": DpoLoss(kind="ipo"), "reward model": BradleyTerryLoss(center_coefficient=0.1)}
+PAIRS = {
+    "dpo": DpoLoss(beta=0.3),
+    "ipo": DpoLoss(kind="ipo"),
+    "orpo": OrpoLoss(beta=0.3),
+    "simpo": SimpoLoss(),
+    "reward model": BradleyTerryLoss(center_coefficient=0.1),
+}
 STREAMS = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy", "advantages", "loss_mask")
 
 
@@ -77,8 +99,9 @@ def run(loss, chosen):
     streams["logprobs"].requires_grad_()
     lengths = torch.cat([torch.zeros(1), *(s.get("lengths", torch.tensor([len(s["logprobs"])])) for s in chosen)])
     streams["entropy"].requires_grad_()
-    of_critic = {VALUES: streams["old_logprobs"], RETURNS: streams["ref_logprobs"]}
-    value, stats = loss(LossInputs(**streams, cu_seqlens=lengths.cumsum(0).to(torch.int32), streams=of_critic))
+    more = {VALUES: streams["old_logprobs"], RETURNS: streams["ref_logprobs"], KL_BASELINE: streams["advantages"]}
+    more |= {DESIRABLE: (streams["advantages"] > 0).float(), ANSWER: (streams["entropy"].detach() > 0.3).float()}
+    value, stats = loss(LossInputs(**streams, cu_seqlens=lengths.cumsum(0).to(torch.int32), streams=more))
     value.sum().backward()
     return value.detach(), streams["logprobs"].grad, stats
 
@@ -104,7 +127,9 @@ def test_packed_or_alone(name):
         for k in (0, 1):
             got = torch.cat([p[k] for p in packs])
             assert torch.equal(got, torch.cat([alone[i][k] for i in order])), "a token's loss or gradient"
-        assert reduced([stats for *_, stats in packs]) == pytest.approx(want, rel=1e-6, abs=1e-9)
+        assert reduced([stats for *_, stats in packs]) == pytest.approx(
+            want, rel=1e-6, abs=1e-6 if name == "orpo" else 1e-9
+        )
 
 
 def pair_of(number: int, lengths: tuple[int, int]) -> SampleGroup:
@@ -145,7 +170,8 @@ def test_the_mean_is_over_pairs_in_any_packing(name):
                 k: torch.zeros(len(m.tokens)) for k in ("entropy", "rollout_logprobs", "advantages", "old_logprobs")
             }
             given = {"logprobs": table[m.labels], "ref_logprobs": reference[m.labels], "loss_mask": m.loss_mask}
-            loss, _ = PAIRS[name](LossInputs(**given, **streams, cu_seqlens=m.cu_seqlens))
+            more = {ANSWER: m.loss_mask.float()}
+            loss, _ = PAIRS[name](LossInputs(**given, **streams, cu_seqlens=m.cu_seqlens, streams=more))
             total = total + torch.where(m.loss_mask, loss * m.weights, 0.0).sum()
         (total / batch.loss_tokens).backward()
         return float(total.detach() / batch.loss_tokens), table.grad

@@ -36,7 +36,7 @@ from tests.support.refusals import refuses
 from tests.support.spawn import free_port, run_ranks
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NAMES = ("sft", "dpo", "reward_model")
+NAMES = ("sft", "dpo", "kto", "orpo", "simpo", "reward_model")
 SMALL = (
     *("parallel.dp=1", "parallel.ep=1", "train.groups_per_step=5", "eval.every=2", "eval.max_prompts=4"),
     *("checkpoint.every=2", "optimizer.lr=1e-3"),
@@ -61,6 +61,9 @@ class Alone:
 
     async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
         return self.rank.evaluate(batch.grid[0], batch.loss_tokens)
+
+    async def logprobs(self, batch: TrainBatch, *, weights: str | None = None) -> Sequence[Sequence[Any]]:
+        return [self.rank.logprobs(batch.grid[0], weights=weights)]
 
     async def save(self, path: Path, *, asynchronous: bool = False) -> None:
         self.rank.save(path, asynchronous=asynchronous)
@@ -179,16 +182,20 @@ def test_a_resumed_run_is_the_one_that_never_stopped(found: dict[str, Any], name
 def test_held_out_examples_are_measured_at_start_on_the_interval_and_at_the_end(
     found: dict[str, Any], name: str
 ) -> None:
-    """No rollout, no routes, no publication: their keys are absent. DPO begins at log 2, where all rewards are 0."""
+    """No rollout, no routes, no publication: their keys are absent. DPO begins at log 2 and KTO at a
+    half, where all rewards are 0."""
     rows, key = found[name]["rows"][0], "eval/heldout" if name == "sft" else "eval/pairs_heldout"
     assert [row["step"] for row in rows if f"{key}/loss" in row] == [0, 2, 4]
-    more = {"answer_prob"} if name == "sft" else {"accuracy", "margin"}
+    more = {"answer_prob"} if name == "sft" else {"accuracy"} if name == "kto" else {"accuracy", "margin"}
     assert all(f"{key}/{short}" in row for row in rows[::2] for short in more)
     assert not [k for row in rows for k in row if k.startswith(("rollout/", "sync/", "routing/", "mismatch/"))]
     assert rows[-1]["tokens_total"] > rows[1]["tokens_total"] > 0 and rows[-1]["weight_version"] == STEPS
     if name == "dpo":
         assert [rows[0][f"{key}/loss"], rows[1]["train/loss"]] == pytest.approx([math.log(2)] * 2, abs=1e-5)
         assert rows[-1]["preference/margin"] != 0
+    if name == "kto":
+        assert [rows[0][f"{key}/loss"], rows[1]["train/loss"]] == pytest.approx([0.5] * 2, abs=1e-5)
+        assert rows[1]["preference/kl_baseline"] == pytest.approx(0, abs=1e-5) != rows[-1]["preference/kl_baseline"]
 
 
 def _damages(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from miles_like.config.sections.flat import FlatSection, Part
-from miles_like.config.sections.supervised import SupervisedName
+from miles_like.config.sections.supervised import FROM_REFERENCE, SupervisedName
 
 ClipLow: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 ClipHigh: TypeAlias = Annotated[float, Field(gt=0)]
@@ -349,7 +349,7 @@ class AlgorithmConfig(FlatSection):
     @property
     def keeps_reference(self) -> bool:
         """Whether the trainer keeps reference weights."""
-        return self.name == "dpo" if self.supervised else self.parts.penalty is not None
+        return self.name in FROM_REFERENCE if self.supervised else self.parts.penalty is not None
 
 
 Level: TypeAlias = Literal["token", "sequence", "geometric", "k3"]

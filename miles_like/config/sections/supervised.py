@@ -1,4 +1,4 @@
-"""Settings of supervised training: SFT, DPO and reward models. Torch-free."""
+"""Settings of supervised training: SFT, preferences and reward models. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pydantic import BaseModel, Field
 
 from miles_like.config.sections.flat import FlatSection, Part, values
 
-SupervisedName: TypeAlias = Literal["sft", "dpo", "reward_model"]
+SupervisedName: TypeAlias = Literal["sft", "dpo", "kto", "orpo", "simpo", "reward_model"]
 SUPERVISED: tuple[SupervisedName, ...] = get_args(SupervisedName)  # values of algorithm.name without a rollout
-PAIRS = ("dpo", "reward_model")  # of these, those trained on preference pairs
+PAIRS = ("dpo", "orpo", "simpo", "reward_model")  # of these, those trained on preference pairs
+FROM_REFERENCE = ("dpo", "kto")  # those that measure from reference weights
 
 
 class DpoPart(Part):
     chosen_by = "loss"
     loss: Literal["sigmoid", "ipo"]
-    beta: float = Field(0.1, gt=0)  # reward per log-ratio to the reference
 
 
 class Sigmoid(DpoPart):
@@ -30,13 +30,22 @@ class Ipo(DpoPart):
 
 
 class SupervisedConfig(FlatSection):
-    """Keys of `algorithm.name` = "sft", "dpo" and "reward_model"; docs/supervised.md has the formulas."""
+    """Keys of `algorithm.name` = "sft", "dpo", "kto", "orpo", "simpo" and "reward_model"; docs/supervised.md has the
+    formulas."""
 
-    messages_key: str = "messages"  # sft: column of whole conversations, used if a row has it
+    messages_key: str = "messages"  # sft, kto: column of whole conversations, used if a row has it
     chosen_key: str = "chosen"  # pairs: column of the preferred answer
     rejected_key: str = "rejected"  # pairs: column of the rejected one
+    label_key: str = "label"  # kto: column that is true for a desirable answer; a row without it is a pair
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"  # sft: weight of an example: its tokens, or 1
+    # dpo, kto: reward per log-ratio to the reference; simpo: per nat of the mean log-probability; orpo: weight of the
+    # odds ratio
+    beta: float = Field(0.1, gt=0)
     dpo: Annotated[Sigmoid | Ipo, Field(discriminator="loss")] = Sigmoid()  # dpo: form of the loss
+    desirable_weight: float = Field(1.0, gt=0)  # kto: of the loss of a desirable answer
+    undesirable_weight: float = Field(1.0, gt=0)  # kto: of the loss of any other
+    nll_of: Literal["text", "answer"] = "text"  # orpo: what the NLL covers: prompt and chosen answer, or the answer
+    margin: float = Field(0.5, ge=0)  # simpo: reward by which the chosen answer has to lead
     center_coefficient: float = Field(0.0, ge=0)  # reward_model: of the squared sum of a pair's rewards
 
     section = "supervised"
@@ -47,12 +56,21 @@ _PAIR_KEYS = {"chosen_key", "rejected_key"}
 _KEYS_OF = {
     "sft": {"messages_key", "aggregation"},
     "dpo": _PAIR_KEYS | {"loss", "beta", "label_smoothing"},
+    "kto": _PAIR_KEYS | {"messages_key", "label_key", "beta", "desirable_weight", "undesirable_weight"},
+    "orpo": _PAIR_KEYS | {"beta", "nll_of"},
+    "simpo": _PAIR_KEYS | {"beta", "margin", "label_smoothing"},
     "reward_model": _PAIR_KEYS | {"center_coefficient"},
 }
 
 
-def check_keys(name: str, given: SupervisedConfig) -> None:
-    """Raises ValueError for a key of [supervised] that does nothing with `algorithm.name = name`."""
+def check_keys(name: str, given: SupervisedConfig, groups_per_step: int) -> None:
+    """Raises ValueError for a key of [supervised] that does nothing with `algorithm.name = name`, and for KTO with one
+    example a step."""
+    if name == "kto" and groups_per_step == 1:
+        raise ValueError(
+            "train.groups_per_step = 1 with algorithm.name = 'kto', whose baseline joins the prompt of each example "
+            "with the answer of another one of its step: raise it to 2 or more"
+        )
     for key, value, _ in _changes(given, SupervisedConfig(), _KEYS_OF.get(name, set())):
         owners = " or ".join(repr(owner) for owner, keys in _KEYS_OF.items() if key in keys)
         raise ValueError(

@@ -37,6 +37,12 @@ CONFIGS = Path(__file__).parents[4] / "configs"
         ("tiny_sft", "data.epochs=2", ("data.epochs", 2)),
         ("tiny_sft", "data.decontaminate=drop", ("data.decontaminate", "drop")),
         ("tiny_sft", "data.curriculum.max_pass_rate=0.9", ("data.curriculum",)),
+        ("tiny_kto", "train.groups_per_step=1", ("train.groups_per_step", 1, "kto")),
+        ("tiny_kto", "train.mtp_coefficient=0.1", ("train.mtp_coefficient", 0.1)),
+        ("tiny_kto", "supervised.margin=1", ("supervised.margin", 1.0, "simpo", "kto")),
+        ("tiny_simpo", "supervised.loss=ipo", ("supervised.loss", "ipo", "dpo", "simpo")),
+        ("tiny_orpo", "supervised.label_smoothing=0.1", ("supervised.label_smoothing", 0.1, "orpo")),
+        ("tiny_orpo", "data.answer_key=x", ("data.answer_key", "x")),
         ("tiny_dpo", "data.answer_key=x", ("data.answer_key", "x")),
         ("tiny_dpo", "train.mtp_coefficient=0.1", ("train.mtp_coefficient", 0.1)),
         ("tiny_reward_model", "supervised.beta=0.2", ("supervised.beta", 0.2)),
@@ -65,5 +71,8 @@ def test_no_server_is_planned_and_no_route_replayed() -> None:
     )
     trainer = trainer_config(config, Path("hf"))
     assert trainer.reference and trainer.replay.mode == "off" and trainer.temperature == 1.0
+    assert trainer_config(load_config(CONFIGS / "tiny_kto.toml"), Path("hf")).reference
+    for name in ("tiny_orpo", "tiny_simpo"):
+        assert not trainer_config(load_config(CONFIGS / f"{name}.toml"), Path("hf")).reference
     assert trainer.head == "lm" and not trainer_config(load_config(CONFIGS / "tiny_sft.toml"), Path("hf")).reference
     assert trainer_config(load_config(CONFIGS / "tiny_reward_model.toml"), Path("hf")).head == "scalar"
