@@ -181,7 +181,7 @@ class Algorithm(Protocol):
     def aggregation(self) -> Aggregation: ...
     @property
     def needs(self) -> frozenset[str]:
-        """Streams that `advantages` reads: some of REFERENCE, TEACHER and VALUES."""
+        """Streams that `advantages` reads, some of REFERENCE, TEACHER and VALUES; and GREEDY."""
 
     def advantages(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
         """As `AdvantageFn`, with its errors."""

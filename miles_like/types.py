@@ -126,6 +126,7 @@ TEACHER = "teacher"  # stream: log-probs under a teacher's weights
 TAUGHT = "taught"  # stream: 1 where a teacher scored the token, else 0
 VALUES = "values"  # stream: the critic's value estimate before the token was chosen
 RETURNS = "returns"  # stream: the critic's training targets
+GREEDY = "greedy"  # need of an algorithm: the first sample of each group is greedy, and is not trained on
 ANSWER = "answer"  # stream: 1 at the tokens of the answer, 0 at those of the prompt
 DESIRABLE = "desirable"  # stream: 1 at each token of a desirable sample, 0 at those of others
 KL_BASELINE = "kl_baseline"  # stream: KTO's baseline of the step, nats, the same at each token

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from miles_like.algorithms.advantages.remax import why_no_baseline
 from miles_like.plugins import load
 from miles_like.protocols import GroupFilter
 from miles_like.types import SampleGroup
@@ -29,13 +30,16 @@ def keep_all(group: SampleGroup) -> None:
 FILTERS: dict[str, GroupFilter] = {"off": keep_all, "nonzero_std": nonzero_std}
 
 
-def make_filter(name: str) -> GroupFilter:
-    """The filter of that name or import path. Raises ValueError as `load`; the filter raises it for a result that is
+def make_filter(name: str, *, greedy: bool = False) -> GroupFilter:
+    """The filter of that name or import path; with `greedy` it also discards groups without a scored greedy answer, or
+    with nothing beside it. Raises ValueError as `load`; the filter raises it for a result that is
     neither None nor a string."""
     known = {key: partial(FILTERS.__getitem__, key) for key in FILTERS}
     found: GroupFilter = load(name, GroupFilter, key="algorithm.filter", known=known)
 
     def checked(group: SampleGroup) -> str | None:
+        if greedy and (missing := why_no_baseline(group)) is not None:
+            return missing
         reason = found(group)
         if reason is not None and not isinstance(reason, str):
             raise ValueError(

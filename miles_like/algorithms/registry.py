@@ -14,14 +14,17 @@ from torch import Tensor
 
 from miles_like.algorithms.advantages.grpo import GroupRelative
 from miles_like.algorithms.advantages.maxrl import over_mean
+from miles_like.algorithms.advantages.opo import length_weighted
 from miles_like.algorithms.advantages.penalty import KlPenalty, Penalized
 from miles_like.algorithms.advantages.ppo import Gae
 from miles_like.algorithms.advantages.reinforce import Reinforce
 from miles_like.algorithms.advantages.reinforce_pp import ReinforcePlusPlus
 from miles_like.algorithms.advantages.reinforce_pp_baseline import whitened_baseline
+from miles_like.algorithms.advantages.remax import Remax
 from miles_like.algorithms.advantages.rloo import leave_one_out
 from miles_like.algorithms.losses.cispo import CispoLoss
 from miles_like.algorithms.losses.clipped import ClippedLoss
+from miles_like.algorithms.losses.covariance import ClipCovLoss, KlCovLoss
 from miles_like.algorithms.losses.custom import CustomLoss, KeywordLoss, KeywordLossFn
 from miles_like.algorithms.losses.decoupled import behaviour_weights
 from miles_like.algorithms.losses.gspo import GspoLoss
@@ -36,13 +39,14 @@ from miles_like.config.sections import algorithm as parts
 from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
 from miles_like.plugins import load, misfit
 from miles_like.protocols import AdvantageFn, Algorithm, LossFn
-from miles_like.types import REFERENCE, VALUES, Aggregation, SampleGroup
+from miles_like.types import GREEDY, REFERENCE, VALUES, Aggregation, SampleGroup
 
 _KEYLESS: dict[str, AdvantageFn] = {
     "dr_grpo": GroupRelative(False),
     "rloo": leave_one_out,
     "reinforce_pp_baseline": whitened_baseline,
     "maxrl": over_mean,
+    "opo": length_weighted,
 }
 
 
@@ -78,6 +82,7 @@ def make_algorithm(
         if isinstance(kl, parts.K3):
             penalty = replace(penalty, log_ratio_clamp=kl.log_ratio_clamp, k3_clamp=kl.k3_clamp)
     needs = ({VALUES} if config.has_critic else set()) | ({REFERENCE} if penalty else set())
+    needs |= {GREEDY} if isinstance(of.advantage, parts.Remax) else set()
     return PolicyGradient(
         name=config.name,
         advantage=_advantage(of.advantage, penalty),
@@ -116,6 +121,8 @@ def _advantage(part: parts.Advantage, penalty: KlPenalty | None) -> AdvantageFn:
             return ReinforcePlusPlus(gamma=part.gamma, penalty=penalty)
         case parts.Ppo():
             return Gae(gamma=part.gamma, gae_lambda=part.gae_lambda, penalty=penalty)
+        case parts.Remax():
+            return Remax(penalty=penalty)
         case parts.Keyless():
             return _of_samples(_KEYLESS[part.advantage], penalty)
         case parts.CustomAdvantage():
@@ -176,6 +183,11 @@ def _loss(part: parts.Loss, terms: _Terms) -> LossFn:
             return CispoLoss(clip_low=low, clip_high=high, **terms)
         case parts.Sapo():
             return SapoLoss(tau_pos=part.tau_pos, tau_neg=part.tau_neg, **terms)
+        case parts.ClipCov():
+            keys = ("clip_low", "clip_high", "cov_ratio", "cov_low", "cov_high")
+            return ClipCovLoss(**{key: getattr(part, key) for key in keys}, **terms)
+        case parts.KlCov():
+            return KlCovLoss(cov_ratio=part.cov_ratio, cov_coefficient=part.cov_coefficient, **terms)
         case parts.Unclipped():
             return ReinforceLoss(**terms)
         case parts.CustomLoss():

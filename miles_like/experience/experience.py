@@ -12,13 +12,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from miles_like.algorithms.advantages.remax import without_loss
 from miles_like.algorithms.advantages.shuffle import shuffle_over_batch
 from miles_like.algorithms.losses.value import critic_metrics
 from miles_like.algorithms.truncation import mask_truncated
 from miles_like.batch.packer import Packer
 from miles_like.batch.unpacking import streams_of
 from miles_like.protocols import Algorithm, Trainer
-from miles_like.types import REFERENCE, RETURNS, VALUES, SampleGroup, TrainBatch
+from miles_like.types import GREEDY, REFERENCE, RETURNS, VALUES, SampleGroup, TrainBatch
 from rollout.seeds import seed_of
 
 Advantages = Sequence[Sequence[float | Tensor]]  # [groups][G]: a number, or [S] fp32
@@ -63,10 +64,12 @@ class Experience:
         """The groups with the streams that `algorithm.needs` names, that of the reference's own ranks, and those of the
         teachers.
 
-        The streams are [S] per sample: log-probabilities under the reference's weights and values under the critic's
-        current weights, 0 at tokens that were not sampled. Raises ValueError as `mask_truncated`, and the errors of the
-        ranks and of the teachers.
+        With GREEDY the first sample of each group has no loss. The streams are [S] per sample: log-probabilities under
+        the reference's weights and values under the critic's current weights, 0 at tokens that were not sampled. Raises
+        ValueError as `mask_truncated`, and the errors of the ranks and of the teachers.
         """
+        if GREEDY in self.algorithm.needs:
+            groups = without_loss(groups)
         if self.mask_truncated:
             groups = mask_truncated(groups, steps=self.packer.steps_per_rollout)
         bare = _without_routes(groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
+from miles_like.algorithms.advantages.remax import without_greedy
 from miles_like.algorithms.terms.mismatch import finish
 from miles_like.checkpoint.ledger import Ledger
 from miles_like.loop.buffer import Taken
@@ -77,6 +79,7 @@ class Recorder:
     samples: Path | None = None  # directory; None: samples are not written
     curriculum: Curriculum | None = None
     episodes: bool = False  # whether samples have turns
+    greedy: bool = False  # whether the first sample of a group is greedy, which is not trained on
     turns: TurnTimes | None = None  # None: servers and trainer do not take turns
     tokens_total: int = 0  # response tokens trained since the run began
     earlier_s: float = 0.0  # `wall_s` of the row that the run resumes after
@@ -92,10 +95,13 @@ class Recorder:
     def sampled(self, record: StepRecord, taken: Sequence[Taken]) -> Sequence[SampleGroup]:
         """Returns the groups of `taken` and stores their metrics in the record."""
         record.taken, groups = taken, [t.group for t in taken]
-        metrics = rollout_metrics(groups, version=record.step)
+        trained, greedy = without_greedy(groups) if self.greedy else (groups, [])
+        metrics = rollout_metrics(trained, version=record.step)
+        if greedy:
+            metrics["rollout/reward/greedy"] = statistics.fmean(greedy)
         if self.episodes:
-            metrics |= turn_metrics(groups)
-        self.tokens_total += sum(s.response_len for g in groups for s in g.samples)
+            metrics |= turn_metrics(trained)
+        self.tokens_total += sum(s.response_len for g in trained for s in g.samples)
         record.rollout = metrics | {"tokens_total": float(self.tokens_total)}
         return groups
 

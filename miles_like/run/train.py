@@ -51,7 +51,8 @@ from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_m
 from miles_like.run.setup.turn_taking import TurnTaking, release_servers, released
 from miles_like.stopping import Deadline, StopRequest, command_began, run_to_end
 from miles_like.turns.users import TurnFeed
-from miles_like.types import Prompt, PublishReport, SampleGroup
+from miles_like.types import GREEDY, Prompt, PublishReport, SampleGroup
+from rollout.episodes.greedy import GreedyFirst, greedy_seed
 from rollout.episodes.groups import groups_as_completed
 from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.pool import EnginePool
@@ -235,7 +236,7 @@ class TrainingRun:
         lost = self._lost if (may_replace := c.publish.replacements > 0 and not c.takes_turns) else None
         pool = EnginePool(clients, lost)
         partial = PartialRollouts(pool, keep_groups=not c.rollout.has_episode_runner)
-        engine = self.runner.wrap(partial)
+        engine = self.answering(partial)
         if c.takes_turns:
             self._taking = TurnTaking(self.rollout, urls, self._ranks, partial)
             self.models = self._taking.models
@@ -336,6 +337,7 @@ class TrainingRun:
         sink, ledger = self.files.sink(first), self.files.ledger()
         recorder = Recorder(
             sink=sink,
+            greedy=GREEDY in self.algorithm.needs,
             ledger=ledger,
             progress=progress,
             bounds=StepBounds(
@@ -403,10 +405,15 @@ class TrainingRun:
             steps=c.train.steps_per_rollout,
         )
 
+    def answering(self, engine: RolloutEngine) -> RolloutEngine:
+        """An engine whose samples are those of the run, the tokens of which `engine` samples."""
+        episodes = self.runner.wrap(engine)
+        return GreedyFirst(episodes) if GREEDY in self.algorithm.needs else episodes
+
     def feed(
         self, engine: RolloutEngine, partial: PartialRollouts, recorder: Recorder, teachers: Teachers | None = None
     ) -> Feed:
-        c, kept = self.config, make_filter(self.config.algorithm.parts.filter)
+        c, kept = self.config, make_filter(self.config.algorithm.parts.filter, greedy=GREEDY in self.algorithm.needs)
 
         def complete(group: SampleGroup) -> None:
             if teachers is not None and (kept is None or kept(group) is None):
@@ -480,16 +487,20 @@ class EngineSampler:
             async with contextlib.aclosing(groups):
                 async for place, group in groups:
                     discarded += Counter(group.discarded)
-                    self.partial.forget(seed, group.prompt.id)  # so that no checkpoint holds the group twice
+                    self._forget(seed, group.prompt.id)  # so that no checkpoint holds the group twice
                     self.complete(group)
                     yield place, group
         finally:
             for p in prompts:
-                self.partial.forget(seed, p.id)
+                self._forget(seed, p.id)
             for reason, n in discarded.most_common():
                 self.console.print(
                     f"Round {round_index}: {n} samples discarded: {reason}", markup=False, soft_wrap=True
                 )
+
+    def _forget(self, seed: int, prompt_id: str) -> None:
+        for one in (seed, greedy_seed(seed)):
+            self.partial.forget(one, prompt_id)
 
     async def abort(self) -> None:
         await self.engine.abort_all()

@@ -28,10 +28,13 @@ LONG = pytest.mark.long(beside="tests/laws/test_stopped_runs.py")
 SETTINGS = ("checkpoint.every=0", "eval.every=0")
 # phase, the step it is of, the steps one of which is then saved: samples may come before the signal does
 PLACES = (("rollout", 1, (1, 2)), ("train", 3, (4,)), ("publish", 4, (5,)))
-CASES = [  # staleness, steps, places
-    pytest.param(2, 3, PLACES[:1], id="2"),
-    pytest.param(2, 6, PLACES, id="2, later", marks=LONG),
-    pytest.param(0, 6, PLACES, id="0", marks=LONG),
+# a greedy answer beside two others, whose requests a checkpoint keeps apart
+REMAX = ("algorithm.name=remax", "train.samples_per_group=3")
+CASES = [  # staleness, steps, places, more settings
+    pytest.param(2, 3, PLACES[:1], (), id="2"),
+    pytest.param(2, 6, PLACES, (), id="2, later", marks=LONG),
+    pytest.param(0, 6, PLACES, (), id="0", marks=LONG),
+    pytest.param(2, 3, PLACES[:1], REMAX, id="2, with greedy answers", marks=LONG),
 ]
 
 
@@ -76,11 +79,16 @@ def latest(run_dir: Path) -> int:
     return int((run_dir / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
 
 
-@pytest.mark.parametrize(("staleness", "steps", "places"), CASES)
+@pytest.mark.parametrize(("staleness", "steps", "places", "more"), CASES)
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(
-    runs: Runs, tmp_path: Path, staleness: int, steps: int, places: Sequence[tuple[str, int, Sequence[int]]]
+    runs: Runs,
+    tmp_path: Path,
+    staleness: int,
+    steps: int,
+    places: Sequence[tuple[str, int, Sequence[int]]],
+    more: Sequence[str],
 ) -> None:
-    where, settings = tmp_path, (*SETTINGS, f"train.steps={steps}", f"buffer.max_staleness={staleness}")
+    where, settings = tmp_path, (*SETTINGS, *more, f"train.steps={steps}", f"buffer.max_staleness={staleness}")
     whole, cut, log = where / "whole", where / "cut", where / "cut" / "driver.log"
     assert runs.run(whole, settings) == 0, tail(whole / "driver.log")
     for phase, step, saved in places:

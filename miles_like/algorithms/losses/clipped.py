@@ -40,11 +40,10 @@ class ClippedLoss(PolicyLoss):
     ) -> tuple[Tensor, dict[str, Stat]]:
         ratio = self._ratio(delta, loss_mask, cu_seqlens)
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        bad, good = advantages < 0, advantages > 0
+        bad = advantages < 0
         surrogate = torch.minimum(ratio * advantages, clipped * advantages)
         stats = {
-            "train/clip_frac/low": mean_stat(bad & (ratio < 1 - self.clip_low), loss_mask),
-            "train/clip_frac/high": mean_stat(good & (ratio > 1 + self.clip_high), loss_mask),
+            **clip_stats(ratio, advantages, loss_mask, low=self.clip_low, high=self.clip_high),
             **ratio_stats(ratio, loss_mask),
         }
         if self.clip_dual is not None:
@@ -57,6 +56,14 @@ def check_bounds(low: float, high: float) -> None:
     """Raises ValueError for clip bounds outside their ranges."""
     if not (0 < low <= 1 and high > 0):
         raise ValueError(f"clip_low {low} must be in (0, 1] and clip_high {high} above 0")
+
+
+def clip_stats(ratio: Tensor, advantages: Tensor, loss_mask: Tensor, *, low: float, high: float) -> dict[str, Stat]:
+    """Shares of [T] tokens whose gradient the clip removes, below and above."""
+    return {
+        "train/clip_frac/low": mean_stat((advantages < 0) & (ratio < 1 - low), loss_mask),
+        "train/clip_frac/high": mean_stat((advantages > 0) & (ratio > 1 + high), loss_mask),
+    }
 
 
 def ratio_stats(ratio: Tensor, loss_mask: Tensor) -> dict[str, Stat]:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Estimator = Literal["k1", "k2", "k3"]
+Estimator = Literal["k1", "k2", "k3", "abs"]
 
 
 def kl_estimate(
@@ -19,6 +19,7 @@ def kl_estimate(
     * k2 = d^2 / 2: biased, never negative. On the policy's own samples its gradient has the mean of KL's.
     * k3 = exp(d) - 1 - d: its mean is KL(policy || ref), never negative. The gradient's mean is that of
       KL(ref || policy).
+    * abs = |d|: biased, never negative. Its gradient has the same size at every token; verl's `abs`.
 
     The gradient of k1 by the policy is the score function, whose mean is 0: in a loss k1 has no effect on average,
     unless it is multiplied by p / p_sampled ("unbiased", losses/base.py). In a reward it needs no gradient.
@@ -28,6 +29,8 @@ def kl_estimate(
     """
     if estimator == "k1":
         return -above
+    if estimator == "abs":
+        return above.abs()
     if estimator == "k2":
         return above.square() / 2
     if log_ratio_clamp is not None:

@@ -46,8 +46,14 @@ class Ppo(AdvantagePart):
     token_level = True
 
 
+class Remax(AdvantagePart):
+    advantage: Literal["remax"] = "remax"
+
+    token_level = True
+
+
 class Keyless(AdvantagePart):
-    advantage: Literal["dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl"]
+    advantage: Literal["dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl", "opo"]
 
 
 class CustomAdvantage(AdvantagePart):
@@ -100,6 +106,32 @@ class Sapo(LossPart):
     log_ratio_clamp: Clamp = None
 
 
+class ClipCov(LossPart):
+    loss: Literal["clip_cov"] = "clip_cov"
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.28
+    cov_ratio: float = Field(2e-4, gt=0, le=1)  # share of a micro-batch's tokens that are chosen; at least one is
+    cov_low: float = 1.0  # lower bound of the covariance of a token that is chosen
+    cov_high: float = 5.0  # its upper bound
+    log_ratio_clamp: Clamp = None
+
+    @model_validator(mode="after")
+    def bounds_leave_room(self) -> ClipCov:
+        if not self.cov_low < self.cov_high:
+            raise ValueError(
+                f"algorithm.cov_low = {self.cov_low} and cov_high = {self.cov_high} leave no token to choose: set "
+                "cov_low below cov_high"
+            )
+        return self
+
+
+class KlCov(LossPart):
+    loss: Literal["kl_cov"] = "kl_cov"
+    cov_ratio: float = Field(2e-4, gt=0, le=1)
+    cov_coefficient: float = Field(1.0, gt=0)  # factor of the penalty on the chosen tokens
+    log_ratio_clamp: Clamp = None
+
+
 class Unclipped(LossPart):
     loss: Literal["reinforce"] = "reinforce"
 
@@ -129,7 +161,7 @@ class K3(Part):
 
 class Unclamped(Part):
     chosen_by = "kl_estimator"
-    kl_estimator: Literal["k1", "k2"] = "k1"
+    kl_estimator: Literal["k1", "k2", "abs"] = "k1"
 
 
 class Penalty(Part):
@@ -159,10 +191,12 @@ class Overlong(Part):
 
 
 Advantage: TypeAlias = (
-    Annotated[Grpo | Reinforce | ReinforcePlusPlus | Ppo | Keyless, Field(discriminator="advantage")] | CustomAdvantage
+    Annotated[Grpo | Reinforce | ReinforcePlusPlus | Ppo | Remax | Keyless, Field(discriminator="advantage")]
+    | CustomAdvantage
 )
 Loss: TypeAlias = (
-    Annotated[Clipped | Gspo | Cispo | Sapo | Decoupled | Unclipped, Field(discriminator="loss")] | CustomLoss
+    Annotated[Clipped | Gspo | Cispo | Sapo | Decoupled | ClipCov | KlCov | Unclipped, Field(discriminator="loss")]
+    | CustomLoss
 )
 Aggregate: TypeAlias = Annotated[Mean | Constant, Field(discriminator="aggregation")]
 KlPenalty: TypeAlias = Annotated[PenaltyInLoss | PenaltyInReward, Field(discriminator="kl_in")]
@@ -180,8 +214,11 @@ Preset: TypeAlias = Literal[
     "cispo",
     "sapo",
     "decoupled_ppo",
+    "remax",
+    "opo",
 ]
-GROUP_LEVEL = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline")  # always 0 with one sample per prompt
+# always 0 with one sample per prompt
+GROUP_LEVEL = ("grpo", "dr_grpo", "rloo", "maxrl", "opo", "remax", "reinforce_pp_baseline")
 # name -> what it changes. Clip bounds are defaults of the loss, so that any part can be replaced.
 PRESETS: dict[Preset, dict[str, str | float]] = {
     "grpo": {},
@@ -197,6 +234,8 @@ PRESETS: dict[Preset, dict[str, str | float]] = {
     "cispo": {"loss": "cispo"},
     "sapo": {"loss": "sapo", "aggregation": "sequence_mean"},
     "decoupled_ppo": {"loss": "decoupled"},
+    "remax": {"advantage": "remax", "loss": "reinforce", "aggregation": "sequence_sum"},
+    "opo": {"advantage": "opo"},
 }
 
 
@@ -310,6 +349,7 @@ class AlgorithmConfig(FlatSection):
         *("name", "advantage", "loss", "aggregation", "aggregation_constant"),
         *("normalize_std", "batch_baseline", "gamma", "gae_lambda", "value_clip"),
         *("clip_low", "clip_high", "clip_dual", "tau_pos", "tau_neg", "behaviour_cap"),
+        *("cov_ratio", "cov_low", "cov_high", "cov_coefficient"),
         *("kl_coefficient", "kl_in", "kl_estimator", "kl_unbiased", "log_ratio_clamp", "k3_clamp", "reference_every"),
         *("entropy_coefficient", "off_policy_delta", "filter", "overlong_penalty", "overlong_buffer"),
         *("mask_truncated", "shuffle_advantages"),

@@ -218,12 +218,14 @@ def test_the_baseline_form_is_white_over_tokens():
     assert abs(sum(values)) > 0.1
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 def test_a_penalty_of_samples_is_the_sum_over_its_tokens(estimator):
     """As trl's RLOO and verl have it; what is not under loss is not counted."""
     groups = rollout(3, [[4, 7, 0]])
     got = made("rloo", kl_coefficient=0.1, kl_in="reward", kl_estimator=estimator).advantages(groups)
-    formula = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}[estimator]
+    formula = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d, "abs": abs}[
+        estimator
+    ]
     less = []
     for s in groups[0].samples:
         d = (s.streams[REFERENCE] - s.logprobs).double()[s.loss_mask].tolist()
