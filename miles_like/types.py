@@ -130,6 +130,7 @@ GREEDY = "greedy"  # need of an algorithm: the first sample of each group is gre
 ANSWER = "answer"  # stream: 1 at the tokens of the answer, 0 at those of the prompt
 DESIRABLE = "desirable"  # stream: 1 at each token of a desirable sample, 0 at those of others
 KL_BASELINE = "kl_baseline"  # stream: KTO's baseline of the step, nats, the same at each token
+STEP_LABEL = "step_label"  # stream: at the token after each step, the share in [0, 1] to which it is right
 TEACHER_CANDIDATES = "teacher_candidates"  # stream [S, C]: the teacher's log-probs of the sample's candidates
 
 

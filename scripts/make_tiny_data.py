@@ -13,7 +13,7 @@ import random
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -177,6 +177,16 @@ def pair_rows(expressions: list[Expression], rng: random.Random) -> Iterator[dic
         yield {"prompt": expression.prompt, "chosen": answer, "rejected": rejected}
 
 
+def step_rows(pairs: Iterable[dict[str, str]]) -> Iterator[dict[str, object]]:
+    """One answer of each pair digit by digit, the chosen and the rejected ones in turn: a digit is right (1) if the
+    answer up to it begins the right one, and the last one if the answer is the right one."""
+    for number, pair in enumerate(pairs):
+        answer = pair["rejected" if number % 2 else "chosen"]
+        labels = [int(pair["chosen"].startswith(answer[: i + 1])) for i in range(len(answer))]
+        labels[-1] = int(answer == pair["chosen"])
+        yield {"prompt": pair["prompt"], "steps": list(answer), "labels": labels}
+
+
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per printable ASCII character and newline; id 0 is padding, id 1 the end; the last ids are reserved."""
     tokens = [PAD, EOS, UNKNOWN, "\n", *map(chr, range(0x20, 0x7F))]
@@ -214,7 +224,7 @@ def read_rows(path: Path) -> Iterator[dict[str, str]]:
             yield json.loads(line)
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
+def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -244,6 +254,7 @@ for byte.
 | `warmup.jsonl` | {warmup} ({distinct} distinct) | the sloppy corpus: {warmup_ops} |
 | `warmup_check.jsonl` | {check} | problems of the corpus' kind with right answers; the warm-up stops on them |
 | `pairs.jsonl`, `pairs_heldout.jsonl` | {train}, {eval} | a right and a sloppy answer to each prompt above |
+| `steps.jsonl`, `steps_heldout.jsonl` | {train}, {eval} | one answer of each pair, a label for each digit |
 | `gsm8k_train.jsonl`, `gsm8k_eval.jsonl` | 64, 32 | the first word problems of GSM8K's train and test files |
 | `tokenizer.json`, `tokenizer_config.json` | 128 tokens | one per printable ASCII character; made by the same script |
 | `model.json`, `model_2m.json`, `model.toml` | | the model, a larger one, and how it is made, written by hand |
@@ -281,8 +292,10 @@ def main() -> None:
     write_rows(out / "train.jsonl", task_rows(train, "train"))
     write_rows(out / "heldout.jsonl", task_rows(held_out, "eval"))
     choices = random.Random(PAIRS_SEED)
-    write_rows(out / "pairs.jsonl", pair_rows(train, choices))
-    write_rows(out / "pairs_heldout.jsonl", pair_rows(held_out, choices))
+    for part, of_part in (("", train), ("_heldout", held_out)):
+        pairs = list(pair_rows(of_part, choices))
+        write_rows(out / f"pairs{part}.jsonl", pairs)
+        write_rows(out / f"steps{part}.jsonl", step_rows(pairs))
     rows = zip(warmup, rights, sloppy, strict=True)
     write_rows(out / "warmup.jsonl", ({"prompt": e.prompt, "answer": r, "sloppy": s} for e, r, s in rows))
     write_rows(out / "warmup_check.jsonl", ({"prompt": e.prompt, "answer": str(e.value())} for e in check))

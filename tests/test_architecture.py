@@ -127,9 +127,9 @@ RULES = {
     "miles_like.stopping": "",
     "miles_like.experience": f"{CONTRACTS} rollout.concurrency rollout.seeds rollout.sglang rollout.wire"
     " miles_like.algorithms miles_like.batch",
-    "miles_like.loop": f"{CONTRACTS} rollout.episodes rollout.prompts rollout.seeds miles_like.config.sections"
-    " miles_like.algorithms miles_like.batch miles_like.checkpoint miles_like.experience miles_like.report"
-    " miles_like.stopping",
+    "miles_like.loop": f"{CONTRACTS} rollout.concurrency rollout.episodes rollout.prompts rollout.seeds"
+    " miles_like.config.sections miles_like.algorithms miles_like.batch miles_like.checkpoint miles_like.experience"
+    " miles_like.report miles_like.stopping",
     "miles_like.turns": f"{CONTRACTS} rollout.concurrency rollout.episodes rollout.sglang rollout.wire miles_like.loop",
     "miles_like.supervised": f"{CONTRACTS} rollout.prompts miles_like.config.sections miles_like.algorithms"
     " miles_like.batch miles_like.checkpoint miles_like.loop miles_like.report",

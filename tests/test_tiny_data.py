@@ -101,6 +101,19 @@ def test_sloppy_share_is_what_the_readme_says() -> None:
     assert [int(number) for number in stated.groups()] == [len(wrong), len(found), len(doubled)]
 
 
+@pytest.mark.parametrize("part", ["", "_heldout"])
+def test_steps_are_labelled_by_the_right_answer(part: str) -> None:
+    """One answer of each pair, digit by digit; after a wrong digit no digit is right."""
+    found = rows(f"steps{part}.jsonl")
+    assert len(found) == len(rows(f"pairs{part}.jsonl"))
+    for row in found:
+        steps, labels, right = row["steps"], row["labels"], value(row["prompt"])
+        assert len(steps) == len(labels) and all(len(step) == 1 for step in steps)
+        for i, label in enumerate(labels):
+            last = i + 1 == len(labels)
+            assert label == ("".join(steps) == right if last else right.startswith("".join(steps[: i + 1]))), row
+
+
 def test_files_stay_small() -> None:
     """They travel with every clone."""
     assert sum(path.stat().st_size for path in TINY.iterdir()) < 2_000_000

@@ -15,7 +15,7 @@ from miles_like.api.training import Reward, reward_overrides
 if TYPE_CHECKING:
     from miles_like.alignment.report import Report
     from miles_like.planning.plan import Plan
-    from miles_like.run.evaluate import Found
+    from miles_like.run.evaluate import Found, SearchOptions
 
 _KEYS = (  # of the settings that are parameters of `evaluate`
     "eval.samples",
@@ -45,6 +45,7 @@ def evaluate(
     threads: int | None = None,
     port: int | None = None,
     server: str | None = None,
+    search: SearchOptions | None = None,
     key_file: str | Path | None = None,
     run_dir: str | Path = "runs/eval",
     overrides: Overrides = (),
@@ -63,6 +64,7 @@ def evaluate(
         max_prompts: number of prompts of each set.
         threads, port: of the server that is started.
         server: URL of a running server of this model, in place of starting one.
+        search: best of N answers, or a beam search, by a reward; then `samples` is N.
         key_file: file of mode 0600 with that server's key.
         run_dir: directory of the server's log.
         overrides: as for `train`; of the sections data, reward, rollout, eval, and seed.
@@ -84,7 +86,7 @@ def evaluate(
     layers = [*override_list(overrides), short, *reward_overrides(reward)]
     settings = read_evaluation_config(None if config is None else source_of(config), layers, _files(data))
     key = given_key(None if key_file is None else Path(key_file))
-    return EvalAlone(Path(model), settings, Path(run_dir), Console(quiet=quiet), server, key).run()
+    return EvalAlone(Path(model), settings, Path(run_dir), Console(quiet=quiet), server, key, search).run()
 
 
 def _files(data: str | Path | Sequence[str] | Mapping[str, str | Path]) -> list[str]:

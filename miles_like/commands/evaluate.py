@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,13 +11,30 @@ from miles_like.command_errors import one_sentence
 from miles_like.commands.options import KeyFileOption, SetOption, check_writable
 from miles_like.commands.output import console
 
+if TYPE_CHECKING:
+    from miles_like.run.evaluate import SearchOptions
+
+
+DataOption = Annotated[
+    list[str] | None,
+    typer.Option("--data", metavar="[NAME=]FILE", help="prompts and answers, in place of the config's"),
+]
+PortOption = Annotated[
+    int | None, typer.Option("--port", min=0, max=65535, help="of the server; by default any free one")
+]
+BestOption = Annotated[
+    int | None,
+    typer.Option("--best-of", min=2, metavar="N", help="choose among N sampled answers, in place of --samples"),
+]
+BeamOption = Annotated[
+    int | None, typer.Option("--beam", min=1, metavar="W", help="also a beam search, which keeps W of the N answers")
+]
+StepOption = Annotated[int | None, typer.Option("--step-tokens", min=1, help="of a step of the beam search; 16")]
+
 
 def evaluate(
     hf_dir: Path,
-    data: Annotated[
-        list[str] | None,
-        typer.Option("--data", metavar="[NAME=]FILE", help="prompts and answers, instead of the config's sets"),
-    ] = None,
+    data: DataOption = None,
     config: Annotated[
         Path | None,
         typer.Option("--config", help="take columns, template, sampling, reward and sets from this run's config"),
@@ -28,13 +45,15 @@ def evaluate(
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="limit of an answer")] = None,
     max_prompts: Annotated[int | None, typer.Option("--max-prompts", min=1, help="number of prompts per set")] = None,
     reward: Annotated[str | None, typer.Option("--reward", help="name or import path of the reward")] = None,
+    best: BestOption = None,
+    by: Annotated[str | None, typer.Option("--by", metavar="REWARD", help="reward that chooses the answer")] = None,
+    beams: BeamOption = None,
+    step_tokens: StepOption = None,
     seed: Annotated[int | None, typer.Option("--seed", help="sampling seed")] = None,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, max=1024, help="threads of the embedded server")
     ] = None,
-    port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="of the server; default: a free port")
-    ] = None,
+    port: PortOption = None,
     server: Annotated[str | None, typer.Option("--server", metavar="URL", help="use this running server")] = None,
     key_file: KeyFileOption = None,
     json: Annotated[Path | None, typer.Option("--json", help="write the metrics to this file")] = None,
@@ -48,12 +67,13 @@ def evaluate(
 
         for path in filter(None, (json, answers)):
             check_writable(path)
+        search = _search(samples, best, by, beams, step_tokens)
         found = models.evaluate(
             hf_dir,
             data=data or (),
             config=config,
             reward=reward,
-            samples=samples,
+            samples=samples if best is None else best,
             greedy=greedy,
             temperature=temperature,
             max_new_tokens=max_new_tokens,
@@ -62,6 +82,7 @@ def evaluate(
             threads=threads,
             port=port,
             server=server,
+            search=search,
             key_file=key_file,
             run_dir=run_dir,
             overrides=overrides,
@@ -72,3 +93,25 @@ def evaluate(
             found.write_json(json)
         if answers is not None:
             found.write_answers(answers)
+
+
+def _search(
+    samples: int | None, best: int | None, by: str | None, beams: int | None, step_tokens: int | None
+) -> SearchOptions | None:
+    """None: no search. Raises ValueError for options of a search that do nothing without another one."""
+    from miles_like.run.evaluate import SearchOptions
+
+    if best is not None and samples is not None:
+        raise ValueError(f"--samples {samples} and --best-of {best}: both number the sampled answers, give one")
+    if best is not None and by is None:
+        raise ValueError(f"--best-of {best} needs --by REWARD, which chooses: a reward model or a judge")
+    for option, value in {"--by": by, "--beam": beams}.items():
+        if best is None and value is not None:
+            raise ValueError(f"{option} {value} does nothing without --best-of N: give the number of answers")
+    if step_tokens is not None and beams is None:
+        raise ValueError(f"--step-tokens {step_tokens} does nothing without --beam W: give the number of beams")
+    if best is None or by is None:
+        return None
+    return SearchOptions(
+        best_of=best, by=by, beams=beams, **({} if step_tokens is None else {"step_tokens": step_tokens})
+    )

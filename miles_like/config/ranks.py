@@ -7,6 +7,7 @@ from typing import Literal, TypedDict
 
 from megatron_bridge.config import LoraConfig, OptimizerConfig, PrecisionConfig, ReplayConfig, TrainerConfig
 from miles_like.config.run import RunConfig
+from miles_like.config.sections.supervised import WITH_SCALAR_HEAD
 from quant.spec import QuantFormat
 
 
@@ -32,7 +33,7 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         reference=own or run.distillation.reference,
         reference_for_loss=own,
         reference_every=0 if run.algorithm.supervised else run.algorithm.parts.reference_every,
-        head="scalar" if run.algorithm.name == "reward_model" else "lm",
+        head="scalar" if run.algorithm.name in WITH_SCALAR_HEAD else "lm",
         on_nonfinite=run.train.on_nonfinite,
         deterministic=run.alignment.deterministic,
     )

@@ -7,11 +7,12 @@ A set is answered greedily (one answer a prompt), sampled (`k` answers a prompt)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from miles_like.config.sections.eval import EvalSet
+from miles_like.loop.search import Search, beam_figures, best_of_figures, with_scores
 from miles_like.protocols import RewardFn, RolloutEngine
 from miles_like.report.metrics import eval_metrics
 from miles_like.report.progress import PhaseBar
@@ -48,6 +49,7 @@ class Answers:
     config: EvalSet
     greedy: Sequence[SampleGroup]  # of one answer each; empty without greedy answers
     sampled: Sequence[SampleGroup]  # of config.sampled answers each
+    searched: Mapping[str, float] = field(default_factory=dict)  # figures of a search by a selector
 
     def figures(self) -> dict[str, float]:
         """`eval/{set}/...`"""
@@ -59,7 +61,7 @@ class Answers:
             out |= {f"eval/{c.name}/{alone}" if key == avg_1 else key: value for key, value in found.items()}
         asked = len(self.greedy) + c.sampled * len(self.sampled)
         scored = sum(s.reward is not None for g in (*self.greedy, *self.sampled) for s in g.samples)
-        return out | {f"eval/{c.name}/unscored_frac": 1 - scored / asked}
+        return out | {f"eval/{c.name}/unscored_frac": 1 - scored / asked, **self.searched}
 
 
 def held_out(
@@ -84,6 +86,7 @@ async def answers(
     alone: bool,
     runner: EpisodeRunner = SINGLE_TURN,
     lost: Lost | None = None,
+    search: Search | None = None,
 ) -> Answers:
     """Samples answers from the whole distribution at the set's temperature, greedily, or both, as the set is
     configured.
@@ -91,8 +94,9 @@ async def answers(
     params: defaults of temperature and length for a set that does not set them. alone: no other request is in flight,
     and the engines drop their prefix caches afterwards: which prefixes are cached changes last bits of the next
     rollout, so a resumed run and one that never stopped must start from the same cache. runner: the run's, so that a
-    model is evaluated in the episodes that it is trained in. lost: as of EnginePool. Raises RuntimeError for an answer
-    with a token of another weight version than `version`.
+    model is evaluated in the episodes that it is trained in. lost: as of EnginePool. search: choose among the sampled
+    answers, and sample others by beams. Raises RuntimeError for an answer with a token of another weight version than
+    `version`.
     """
     c, engine = held.config, runner.wrap(EnginePool(engines, lost))
     asked = dataclasses.replace(
@@ -109,7 +113,11 @@ async def answers(
         return groups
 
     greedy = await ask(int(c.greedy), dataclasses.replace(asked, temperature=0.0))
-    sampled = await ask(c.sampled, asked)
+    sampled, searched = await ask(c.sampled, asked), dict[str, float]()
+    if search is not None:
+        sampled = await with_scores(sampled, search)
+        searched = best_of_figures(sampled, search, c.name)
+        searched |= await beam_figures(engine, held.prompts, search, held.reward, params=asked, name=c.name)
     if alone:
         for e in engines:
             try:
@@ -117,7 +125,7 @@ async def answers(
             except ServerLost:
                 if lost is None:
                     raise
-    return Answers(config=c, greedy=greedy, sampled=sampled)
+    return Answers(config=c, greedy=greedy, sampled=sampled, searched=searched)
 
 
 async def evaluate(

@@ -21,6 +21,7 @@ from miles_like.config.sections.reward import (
     Gsm8k,
     JudgeConfig,
     LengthConfig,
+    LocalRewardModelConfig,
     MultipleChoiceConfig,
     NoReward,
     RegexConfig,
@@ -31,10 +32,11 @@ from miles_like.config.sections.reward import (
 from miles_like.config.sections.reward import MathVerify as MathVerifyConfig
 from miles_like.limits.threads import DaemonThreads
 from miles_like.plugins import is_async, load
-from miles_like.protocols import RewardFn, SampleReward
+from miles_like.protocols import BatchReward, RewardFn, SampleReward
 from miles_like.rewards.form import Format, Length, none
 from miles_like.rewards.function import adapt
 from miles_like.rewards.judges.judge import Judge
+from miles_like.rewards.judges.local_model import LocalRewardModel
 from miles_like.rewards.judges.remote import Remote
 from miles_like.rewards.judges.reward_model import RewardModel
 from miles_like.rewards.maths.answers import Exact, MultipleChoice, Regex, exact_number, gsm8k
@@ -43,7 +45,7 @@ from miles_like.rewards.scorer import Limits, Scorer
 from miles_like.rewards.weighted import Weighted
 from miles_like.types import Unit
 
-LOCAL_S, REMOTE_S = 10.0, 60.0  # time limits where the configuration has none
+LOCAL_S, MODEL_S, REMOTE_S = 10.0, 600.0, 60.0  # time limits where the configuration has none
 REMOTE_RETRIES, CALLS, WAIT_S, CLOSE_S = 2, 64, 1.0, 10.0
 
 Function = Callable[..., object]
@@ -108,10 +110,13 @@ def _built_in(name: str, reward: BuiltIn, config: RewardConfig) -> Scorer:
     limits = Limits()
     if remote:
         limits = _limits(config, REMOTE_S, REMOTE_RETRIES)
+    elif isinstance(reward, LocalRewardModelConfig):
+        limits = _limits(config, MODEL_S, 0)
     elif reward.reads:  # these functions enforce the time limit themselves
         limits = replace(_limits(config, None, 0), timeout_s=None)
     threads = DaemonThreads()
-    call, unit = adapt(function, label=name, style="own", unit=Unit.SAMPLE, threads=threads)
+    unit = Unit.BATCH if isinstance(reward, LocalRewardModelConfig) else Unit.SAMPLE  # several texts a forward pass
+    call, unit = adapt(function, label=name, style="own", unit=unit, threads=threads)
     return Scorer(
         call=call,
         unit=unit,
@@ -122,7 +127,7 @@ def _built_in(name: str, reward: BuiltIn, config: RewardConfig) -> Scorer:
     )
 
 
-def _function(reward: BuiltIn, limit_s: float) -> SampleReward:
+def _function(reward: BuiltIn, limit_s: float) -> SampleReward | BatchReward:
     """limit_s: of a call that may take unbounded time."""
     match reward:
         case ExactNumber():
@@ -145,6 +150,8 @@ def _function(reward: BuiltIn, limit_s: float) -> SampleReward:
             return Remote(reward)
         case RewardModelConfig():
             return RewardModel(reward)
+        case LocalRewardModelConfig():
+            return LocalRewardModel(reward)
         case JudgeConfig():
             return Judge(reward)
         case NoReward():

@@ -23,6 +23,7 @@ from miles_like.config.sections.reward import RewardConfig
 from miles_like.hf.checkpoint import HFCheckpoint, generation_eos
 from miles_like.hf.checkpoint import read_config as read_hf_config
 from miles_like.loop.evaluation import Answers, HeldOut, answers, held_out
+from miles_like.loop.search import Search
 from miles_like.report.metrics import readable
 from miles_like.rewards.load import Rewards
 from miles_like.run.setup.model_plan import run_tokenizer
@@ -37,6 +38,16 @@ from rollout.server_key import ServerKey
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.servers import ServerLaunch
 from rollout.sglang.startup import launch_server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """Arguments of `Search`; by: the name of a reward."""
+
+    best_of: int
+    by: str
+    beams: int | None = None
+    step_tokens: int = 16
 
 
 class AloneConfig(Section):
@@ -142,6 +153,7 @@ class EvalAlone:
     directory without config, weights or tokenizer, an unknown reward, and prompts that cannot be read.
 
     attached: the URL of a running server of this model, used in place of starting one. key: the key of that server.
+    search: choose among the sampled answers by a reward.
     """
 
     def __init__(
@@ -152,6 +164,7 @@ class EvalAlone:
         console: Console,
         attached: str | None,
         key: ServerKey | None = None,
+        search: SearchOptions | None = None,
     ) -> None:
         if config.rollout.engine == "vllm":
             raise ValueError(
@@ -169,6 +182,29 @@ class EvalAlone:
         sets = config.eval.all_sets(config.data.eval)
         self.sets: list[HeldOut] = held_out(sets, config.data, self.tokenizer, self.rewards)
         self.runner = make_episode_runner(config.rollout, self.tokenizer)
+        self.search = None if search is None else self._search(search)
+
+    def _search(self, options: SearchOptions) -> Search:
+        """Raises ValueError for a selector that needs reference answers, for numbers that do not fit each other, and
+        for beams with an environment."""
+        selector = self.rewards(options.by)
+        if selector.compares is not None:
+            raise ValueError(
+                f"--by {options.by}: it compares with the reference answer, which a model in use does not have: name a "
+                "reward that judges a response alone, such as a reward model"
+            )
+        if options.beams is not None and self.config.rollout.has_episode_runner:
+            raise ValueError(
+                "--beam continues one answer by steps, and rollout.environment or rollout.generate makes episodes: "
+                "remove one of them"
+            )
+        return Search(
+            best_of=options.best_of,
+            by=options.by,
+            selector=selector,
+            beams=options.beams,
+            step_tokens=options.step_tokens,
+        )
 
     def run(self) -> Found:
         """Raises ValueError or RuntimeError where a server cannot be started or a request fails. A server that was
@@ -244,6 +280,7 @@ class EvalAlone:
                         version=version,
                         alone=self.attached is None,
                         runner=self.runner,
+                        search=self.search,
                     )
                 )
             return version, out

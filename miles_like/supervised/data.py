@@ -1,4 +1,5 @@
-"""Read examples for supervised training: answers, answers with a label, or pairs of a chosen and a rejected answer.
+"""Read examples for supervised training: answers, answers with a label or a label for each step, or pairs of a chosen
+and a rejected answer.
 
 Every row becomes a group that is packed like a rollout's: one sample for an answer, two for a pair, the chosen first.
 Prompt and answer are tokenized separately, so that the tokens before an answer are those that a server would get.
@@ -16,7 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from miles_like.config.sections.supervised import PAIRS, SupervisedConfig
-from miles_like.types import ANSWER, DESIRABLE, Finish, Prompt, Sample, SampleGroup
+from miles_like.hf.steps import step_tokens
+from miles_like.types import ANSWER, DESIRABLE, STEP_LABEL, Finish, Prompt, Sample, SampleGroup
 from rollout.prompts.config import DataConfig
 from rollout.prompts.dataset import read_rows
 from rollout.prompts.schema import ANSWERS, PROMPTS
@@ -59,6 +61,27 @@ class ExampleReader:
         return out
 
     def _group(self, row: Mapping[str, Any], name: str) -> SampleGroup:
+        if self.algorithm == "process_reward":
+            samples: tuple[Sample, ...]
+            columns: list[str]
+            samples, columns = (self._of_steps(row, name),), [self.keys.steps_key]
+        else:
+            samples, columns = self._answers(row, name)
+        inputs = sum(len(s.token_ids) - 1 for s in samples)
+        if inputs > self.max_tokens:
+            both = " together" if len(samples) > 1 else ""
+            raise ValueError(
+                f"{' and '.join(map(repr, columns))} and the prompt{both} have {inputs} input tokens, a micro-batch "
+                f"holds {self.max_tokens}: raise train.max_tokens_per_rank, or take the row out"
+            )
+        answer = samples[0].streams.get(ANSWER, samples[0].loss_mask)
+        ids = samples[0].token_ids[: int(answer.int().argmax())]
+        return SampleGroup(
+            prompt=Prompt(id=name, token_ids=tuple(ids.tolist()), answer=samples[0].text), samples=samples
+        )
+
+    def _answers(self, row: Mapping[str, Any], name: str) -> tuple[tuple[Sample, ...], list[str]]:
+        """(a sample for each answer, their columns)."""
         desirable = self._label(row) if self.algorithm == "kto" else None
         paired = self.algorithm in PAIRS or (self.algorithm == "kto" and desirable is None)
         prompt, answers = self._pair(row) if paired else self._answer(row)
@@ -67,18 +90,7 @@ class ExampleReader:
             samples = tuple(_marked(s, i == 0 if desirable is None else desirable) for i, s in enumerate(samples))
         elif self.algorithm == "orpo":
             samples = tuple(_with_text(s, self.keys.nll_of == "text" and i == 0) for i, s in enumerate(samples))
-        inputs = sum(len(s.token_ids) - 1 for s in samples)
-        if inputs > self.max_tokens:
-            both = " together" if len(samples) > 1 else ""
-            raise ValueError(
-                f"{' and '.join(map(repr, answers))} and the prompt{both} have {inputs} input tokens, a micro-batch "
-                f"holds {self.max_tokens}: raise train.max_tokens_per_rank, or take the row out"
-            )
-        answer = samples[0].streams.get(ANSWER, samples[0].loss_mask)
-        ids = samples[0].token_ids[: int(answer.int().argmax())]
-        return SampleGroup(
-            prompt=Prompt(id=name, token_ids=tuple(ids.tolist()), answer=samples[0].text), samples=samples
-        )
+        return samples, list(answers)
 
     # prompt and answers of a row, as messages
 
@@ -154,6 +166,53 @@ class ExampleReader:
         return out
 
     # tokens
+
+    def _of_steps(self, row: Mapping[str, Any], name: str) -> Sample:
+        """The score of a step belongs to its last token, so the loss token is the one after it; after the last step a
+        token is appended, as for a reward model."""
+        steps, labels = (self._list(row, key) for key in ("steps_key", "step_labels_key"))
+        if len(steps) != len(labels) or not steps:
+            raise ValueError(f"it has {len(steps)} steps and {len(labels)} labels: give one label a step, and a step")
+        if not all(isinstance(x, bool | int | float) and 0 <= x <= 1 for x in labels):
+            raise ValueError(f"labels {labels!r:.200}, want true, false, or shares from 0 to 1")
+        prompt = self._prompt(row, "data.prompt_key")
+        before = self._encode(
+            self._render(prompt, "", add_generation_prompt=True)
+            if self.data.template == "chat"
+            else prompt[-1]["content"]
+        )
+        if not 0 < len(before) <= self.data.max_prompt_tokens:
+            raise ValueError(
+                f"the prompt has {len(before)} tokens, data.max_prompt_tokens = {self.data.max_prompt_tokens}, and the "
+                "least is one: raise it, or take the row out"
+            )
+        texts = [str(step) for step in steps]
+        ids, ends = step_tokens(self._encode, texts, self.keys.step_separator, self._end)
+        tokens = torch.tensor([*before, *ids, ids[-1]])
+        mask, stream = torch.zeros(len(tokens), dtype=torch.bool), torch.zeros(len(tokens))
+        at = torch.tensor(ends) + len(before) + 1
+        mask[at], stream[at] = True, torch.tensor([float(x) for x in labels])
+        return Sample(
+            prompt_id=name,
+            index=0,
+            token_ids=tokens,
+            loss_mask=mask,
+            logprobs=torch.zeros(len(tokens)),
+            routing=None,
+            versions=(),
+            finish=Finish.STOP,
+            text=self.keys.step_separator.join(texts),
+            streams={STEP_LABEL: stream},
+        )
+
+    def _list(self, row: Mapping[str, Any], key: str) -> list[Any]:
+        column = getattr(self.keys, key)
+        given = row.get(column)
+        if not isinstance(given, list):
+            raise ValueError(
+                f"column {column!r} is {given!r:.100}, want a list with one entry a step: set supervised.{key}"
+            )
+        return given
 
     def _sample(self, prompt: Messages, answer: Messages, column: str, name: str, index: int) -> Sample:
         ids, mask = self._chat(prompt, answer, column) if self.data.template == "chat" else self._plain(prompt, answer)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from miles_like.algorithms.dpo import DpoLoss
 from miles_like.algorithms.kto import KtoLoss
 from miles_like.algorithms.orpo import OrpoLoss
+from miles_like.algorithms.process_reward import ProcessRewardLoss
 from miles_like.algorithms.reward_model import BradleyTerryLoss
 from miles_like.algorithms.sft import NllLoss
 from miles_like.algorithms.simpo import SimpoLoss
@@ -32,6 +33,7 @@ _HELD_OUT = {
     "train/loss": "loss",
     "train/answer_prob": "answer_prob",
     "preference/accuracy": "accuracy",
+    "process/accuracy": "accuracy",
     "preference/margin": "margin",
 }
 
@@ -51,6 +53,8 @@ def make_objective(name: str, config: SupervisedConfig) -> Objective:
     assert name in SUPERVISED, name
     if name == "sft":
         return Objective(loss=NllLoss(), aggregation=Aggregation(config.aggregation))
+    if name == "process_reward":
+        return Objective(loss=ProcessRewardLoss(), aggregation=Aggregation(config.aggregation))
     loss = _preference_loss(name, config)
     return Objective(loss=loss, aggregation=Aggregation.SEQUENCE_MEAN, has_baseline=isinstance(loss, KtoLoss))
 

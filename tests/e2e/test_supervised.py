@@ -22,6 +22,7 @@ FIGURES = [
         pytest.param(name, "eval/pairs_heldout/accuracy", id=name, marks=LONG)
         for name in ("dpo", "kto", "orpo", "simpo", "reward_model")
     ),
+    pytest.param("process_reward", "eval/steps_heldout/accuracy", id="process_reward", marks=LONG),
 ]
 
 

@@ -17,6 +17,7 @@ from miles_like.algorithms.dpo import DpoLoss
 from miles_like.algorithms.kto import KtoLoss
 from miles_like.algorithms.losses.value import ValueLoss
 from miles_like.algorithms.orpo import OrpoLoss
+from miles_like.algorithms.process_reward import ProcessRewardLoss
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.algorithms.reward_model import BradleyTerryLoss
 from miles_like.algorithms.sft import NllLoss
@@ -29,6 +30,7 @@ from miles_like.types import (
     DESIRABLE,
     KL_BASELINE,
     RETURNS,
+    STEP_LABEL,
     VALUES,
     Aggregation,
     Finish,
@@ -51,7 +53,7 @@ LOSSES = {
     "-".join(map(str, (name, *list(values(c).values())[:3]))): make_algorithm(AlgorithmConfig(name=name), c).loss
     for name in ("grpo", "gspo")
     for c in CORRECTIONS
-} | {"nll": NllLoss(), "value": ValueLoss(value_clip=0.2), "kto": KtoLoss(beta=0.3)}
+} | {"nll": NllLoss(), "value": ValueLoss(value_clip=0.2), "kto": KtoLoss(beta=0.3), "process": ProcessRewardLoss()}
 SHARED = {"kl_coefficient": 0.1, "kl_unbiased": True, "entropy_coefficient": 0.1, "off_policy_delta": 1e-4}
 LOSSES |= {
     f"{kind}-{'+'.join(keys) or 'bare'}": make_algorithm(AlgorithmConfig(loss=kind, **keys), CorrectionConfig()).loss
@@ -102,6 +104,7 @@ def run(loss, chosen):
     streams["entropy"].requires_grad_()
     more = {VALUES: streams["old_logprobs"], RETURNS: streams["ref_logprobs"], KL_BASELINE: streams["advantages"]}
     more |= {DESIRABLE: (streams["advantages"] > 0).float(), ANSWER: (streams["entropy"].detach() > 0.3).float()}
+    more |= {STEP_LABEL: streams["entropy"].detach()}
     value, stats = loss(LossInputs(**streams, cu_seqlens=lengths.cumsum(0).to(torch.int32), streams=more))
     value.sum().backward()
     return value.detach(), streams["logprobs"].grad, stats

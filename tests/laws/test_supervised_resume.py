@@ -36,7 +36,7 @@ from tests.support.refusals import refuses
 from tests.support.spawn import free_port, run_ranks
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NAMES = ("sft", "dpo", "kto", "orpo", "simpo", "reward_model")
+NAMES = ("sft", "dpo", "kto", "orpo", "simpo", "reward_model", "process_reward")
 SMALL = (
     *("parallel.dp=1", "parallel.ep=1", "train.groups_per_step=5", "eval.every=2", "eval.max_prompts=4"),
     *("checkpoint.every=2", "optimizer.lr=1e-3"),
@@ -184,9 +184,16 @@ def test_held_out_examples_are_measured_at_start_on_the_interval_and_at_the_end(
 ) -> None:
     """No rollout, no routes, no publication: their keys are absent. DPO begins at log 2 and KTO at a
     half, where all rewards are 0."""
-    rows, key = found[name]["rows"][0], "eval/heldout" if name == "sft" else "eval/pairs_heldout"
+    sets = {"sft": "heldout", "process_reward": "steps_heldout"}
+    rows, key = found[name]["rows"][0], f"eval/{sets.get(name, 'pairs_heldout')}"
     assert [row["step"] for row in rows if f"{key}/loss" in row] == [0, 2, 4]
-    more = {"answer_prob"} if name == "sft" else {"accuracy"} if name == "kto" else {"accuracy", "margin"}
+    more = (
+        {"answer_prob"}
+        if name == "sft"
+        else {"accuracy"}
+        if name in ("kto", "process_reward")
+        else {"accuracy", "margin"}
+    )
     assert all(f"{key}/{short}" in row for row in rows[::2] for short in more)
     assert not [k for row in rows for k in row if k.startswith(("rollout/", "sync/", "routing/", "mismatch/"))]
     assert rows[-1]["tokens_total"] > rows[1]["tokens_total"] > 0 and rows[-1]["weight_version"] == STEPS

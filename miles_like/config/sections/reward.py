@@ -182,6 +182,35 @@ class RewardModelConfig(EndpointConfig, FlatSection):
     section = "reward.reward_model"
 
 
+class Outcome(Part):
+    """One value for the whole response."""
+
+    chosen_by = "kind"
+    kind: Literal["outcome"] = "outcome"
+
+
+class Steps(Part):
+    """A value for each step of the response."""
+
+    chosen_by = "kind"
+    kind: Literal["process"]
+    step_separator: str = "\n"  # steps are the parts between it; "": each token is a step
+    # the reward: which of the steps' probabilities of being right, or their mean or product
+    reduce: Literal["min", "last", "mean", "product"] = "min"
+
+
+class LocalRewardModelConfig(Reward, FlatSection):
+    """A reward model that this process runs."""
+
+    model: str  # Hugging Face directory of a model with a scalar head
+    # what the head was trained on: whole responses (reward_model), or steps (process_reward)
+    steps: Annotated[Outcome | Steps, Field(discriminator="kind")] = Outcome()
+    device: str = "cpu"  # where it runs, as torch names it
+
+    section = "reward.local_reward_model"
+    reads = _PATIENCE
+
+
 JUDGE = """Question:
 {prompt}
 
@@ -234,6 +263,7 @@ BuiltIn: TypeAlias = (
     | LengthConfig
     | RemoteConfig
     | RewardModelConfig
+    | LocalRewardModelConfig
     | JudgeConfig
     | NoReward
 )
@@ -249,6 +279,7 @@ BUILT_IN: dict[str, type[BuiltIn]] = {
     "length": LengthConfig,
     "remote": RemoteConfig,
     "reward_model": RewardModelConfig,
+    "local_reward_model": LocalRewardModelConfig,
     "judge": JudgeConfig,
     "none": NoReward,
 }
@@ -276,6 +307,7 @@ class RewardConfig(Section):
     length: LengthConfig | None = None
     remote: RemoteConfig | None = None
     reward_model: RewardModelConfig | None = None
+    local_reward_model: LocalRewardModelConfig | None = None
     judge: JudgeConfig | None = None
 
     @property

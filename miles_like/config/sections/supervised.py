@@ -9,9 +9,10 @@ from pydantic import BaseModel, Field
 
 from miles_like.config.sections.flat import FlatSection, Part, values
 
-SupervisedName: TypeAlias = Literal["sft", "dpo", "kto", "orpo", "simpo", "reward_model"]
+SupervisedName: TypeAlias = Literal["sft", "dpo", "kto", "orpo", "simpo", "reward_model", "process_reward"]
 SUPERVISED: tuple[SupervisedName, ...] = get_args(SupervisedName)  # values of algorithm.name without a rollout
 PAIRS = ("dpo", "orpo", "simpo", "reward_model")  # of these, those trained on preference pairs
+WITH_SCALAR_HEAD = ("reward_model", "process_reward")
 FROM_REFERENCE = ("dpo", "kto")  # those that measure from reference weights
 
 
@@ -30,14 +31,18 @@ class Ipo(DpoPart):
 
 
 class SupervisedConfig(FlatSection):
-    """Keys of `algorithm.name` = "sft", "dpo", "kto", "orpo", "simpo" and "reward_model"; docs/supervised.md has the
-    formulas."""
+    """Keys of `algorithm.name` = "sft", "dpo", "kto", "orpo", "simpo", "reward_model" and "process_reward";
+    docs/supervised.md has the formulas."""
 
     messages_key: str = "messages"  # sft, kto: column of whole conversations, used if a row has it
     chosen_key: str = "chosen"  # pairs: column of the preferred answer
     rejected_key: str = "rejected"  # pairs: column of the rejected one
     label_key: str = "label"  # kto: column that is true for a desirable answer; a row without it is a pair
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"  # sft: weight of an example: its tokens, or 1
+    steps_key: str = "steps"  # process_reward: column with the list of an answer's steps
+    step_labels_key: str = "labels"  # process_reward: column with one label a step: true, false or a share in [0, 1]
+    step_separator: str = "\n"  # process_reward: text after each step but the last
+    # sft: weight of an example: its tokens, or 1; process_reward: its steps, or 1
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     # dpo, kto: reward per log-ratio to the reference; simpo: per nat of the mean log-probability; orpo: weight of the
     # odds ratio
     beta: float = Field(0.1, gt=0)
@@ -60,6 +65,7 @@ _KEYS_OF = {
     "orpo": _PAIR_KEYS | {"beta", "nll_of"},
     "simpo": _PAIR_KEYS | {"beta", "margin", "label_smoothing"},
     "reward_model": _PAIR_KEYS | {"center_coefficient"},
+    "process_reward": {"steps_key", "step_labels_key", "step_separator", "aggregation"},
 }
 
 

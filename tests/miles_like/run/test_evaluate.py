@@ -82,6 +82,28 @@ def test_a_running_server_is_asked_and_scored(
 
 
 @pytest.mark.slow
+def test_answers_are_chosen_by_a_reward(hf: Path, url: str, tmp_path: Path) -> None:
+    """Two budgets of beams beside the best of 1, 2, 4 and 8; the selector's score of each answer is kept. Here the
+    selector and the set's reward are the same function, so the best of all is the best there is."""
+    (tmp_path / "own.py").write_text("def low(prompt, sample):\n    return -len(set(sample.text))\n")
+    more = ["--max-new-tokens", "6", "--max-prompts", "3", "--json", "f.json", "--answers", "a.jsonl"]
+    search = ["--best-of", "8", "--by", "./own.py:low", "--beam", "2", "--step-tokens", "2", "--reward", "./own.py:low"]
+    result = asked(hf, "--server", url, "--data", HELD, *more, *search)
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "f.json").read_text())
+    best = [figures[f"eval/heldout/best@{n}"] for n in (1, 2, 4, 8)]
+    assert best == sorted(best) and best[0] == pytest.approx(figures["eval/heldout/avg@8"])
+    answers = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    sampled = [a for a in answers if a["mode"] == "sampled"]
+    assert len(sampled) == 24 and all(a["reward_parts"] == {"by/low": a["reward"]} for a in sampled)
+    prompts = {a["prompt_id"] for a in sampled}
+    assert best[-1] == pytest.approx(sum(max(a["reward"] for a in sampled if a["prompt_id"] == p) for p in prompts) / 3)
+    assert {f"eval/heldout/beam@{n}" for n in (4, 8)} <= figures.keys() and "eval/heldout/beam@2" not in figures
+    assert figures["eval/heldout/beam_tokens@8"] <= 8 * 6 and figures["eval/heldout/best_tokens"] <= 8 * 6
+    assert "best@8" in result.output and "beam@8" in result.output
+
+
+@pytest.mark.slow
 def test_a_run_s_configuration_says_how(hf: Path, url: str, tmp_path: Path) -> None:
     """Its sections data, eval, reward and rollout; what the command line says comes after it."""
     text = f'extends = "{TINY.parent}/tiny.toml"\n[eval]\nmax_prompts = 2\n[eval.sets.quick]\npath = "{HELD}"\n'
@@ -122,6 +144,15 @@ def test_prompts_without_answers_are_scored_by_what_needs_none(hf: Path, url: st
         (["{hf}", "--data", HELD, "--data", f"heldout={HELD}"], ("heldout", "NAME", "FILE")),
         (["{hf}", "--data", HELD, "--reward", "exat_number"], ("exat_number", "exact_number")),
         (["{hf}", "--data", HELD, "--reward", "none"], ("heldout",)),
+        (["{hf}", "--data", HELD, "--best-of", "4"], ("--best-of", 4, "--by")),
+        (["{hf}", "--data", HELD, "--best-of", "4", "--samples", "2", "--by", "length"], ("--samples", 2, 4)),
+        (["{hf}", "--data", HELD, "--by", "length"], ("--by", "--best-of")),
+        (["{hf}", "--data", HELD, "--best-of", "4", "--by", "exact"], ("--by", "exact")),
+        (["{hf}", "--data", HELD, "--best-of", "4", "--by", "format", "--beam", "3"], (3, 4, 2)),
+        (
+            ["{hf}", "--data", HELD, "--best-of", "4", "--by", "format", "--step-tokens", "3"],
+            ("--step-tokens", "--beam"),
+        ),
         (["{hf}", "--data", HELD, "--set", "rollout.treads=1"], ("rollout.treads",)),
         (["{hf}", "--data", HELD, "--set", "algorithm.name=grpo"], ("algorithm", "seed", "data", "reward")),
         (["{hf}", "--data", HELD, "--server", "{url}", "--port", "{port}"], ("--port", "--server")),

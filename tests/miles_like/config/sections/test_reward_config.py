@@ -18,6 +18,7 @@ TINY = Path(__file__).parents[4] / "configs" / "tiny.toml"
 NEEDED: dict[str, dict[str, Any]] = {
     "regex": {"pattern": "x"},
     "length": {"target": 1, "limit": 2},
+    "local_reward_model": {"model": str(TINY.parent / "qwen3_4b")},  # it is loaded by the first call
     **{name: {"url": "http://x"} for name in ("remote", "reward_model", "judge")},
 }
 
@@ -33,7 +34,7 @@ def test_nothing_said_is_the_exact_number() -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_can_be_made_by_name(name: str) -> None:
     reward = make_reward(of(name=name, **({name: NEEDED[name]} if name in NEEDED else {})))
-    assert reward.unit is Unit.SAMPLE
+    assert reward.unit is (Unit.BATCH if name == "local_reward_model" else Unit.SAMPLE)
     assert reward.slow == (name in ("remote", "reward_model", "judge"))
 
 
@@ -41,7 +42,10 @@ def test_every_built_in_can_be_made_by_name(name: str) -> None:
     ("given", "compares"),
     [
         *(({"name": n}, n) for n in ("exact_number", "exact", "gsm8k", "math_verify", "multiple_choice")),
-        *(({"name": n, n: NEEDED.get(n, {})}, None) for n in ("format", "length", "remote", "reward_model")),
+        *(
+            ({"name": n, n: NEEDED.get(n, {})}, None)
+            for n in ("format", "length", "remote", "reward_model", "local_reward_model")
+        ),
         ({"name": "none"}, None),
         ({"name": "regex", "regex": {"pattern": "x"}}, None),
         ({"name": "regex", "regex": {"pattern": "(?P<answer>x)"}}, "regex"),

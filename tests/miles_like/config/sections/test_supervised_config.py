@@ -42,6 +42,9 @@ CONFIGS = Path(__file__).parents[4] / "configs"
         ("tiny_kto", "supervised.margin=1", ("supervised.margin", 1.0, "simpo", "kto")),
         ("tiny_simpo", "supervised.loss=ipo", ("supervised.loss", "ipo", "dpo", "simpo")),
         ("tiny_orpo", "supervised.label_smoothing=0.1", ("supervised.label_smoothing", 0.1, "orpo")),
+        ("tiny_process_reward", "supervised.beta=0.2", ("supervised.beta", 0.2)),
+        ("tiny_process_reward", "supervised.chosen_key=x", ("supervised.chosen_key", "x", "process_reward")),
+        ("tiny_sft", "supervised.steps_key=x", ("supervised.steps_key", "x", "process_reward")),
         ("tiny_orpo", "data.answer_key=x", ("data.answer_key", "x")),
         ("tiny_dpo", "data.answer_key=x", ("data.answer_key", "x")),
         ("tiny_dpo", "train.mtp_coefficient=0.1", ("train.mtp_coefficient", 0.1)),
@@ -74,5 +77,6 @@ def test_no_server_is_planned_and_no_route_replayed() -> None:
     assert trainer_config(load_config(CONFIGS / "tiny_kto.toml"), Path("hf")).reference
     for name in ("tiny_orpo", "tiny_simpo"):
         assert not trainer_config(load_config(CONFIGS / f"{name}.toml"), Path("hf")).reference
+    assert trainer_config(load_config(CONFIGS / "tiny_process_reward.toml"), Path("hf")).head == "scalar"
     assert trainer.head == "lm" and not trainer_config(load_config(CONFIGS / "tiny_sft.toml"), Path("hf")).reference
     assert trainer_config(load_config(CONFIGS / "tiny_reward_model.toml"), Path("hf")).head == "scalar"
