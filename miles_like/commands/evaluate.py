@@ -67,7 +67,6 @@ def evaluate(
 
         for path in filter(None, (json, answers)):
             check_writable(path)
-        search = _search(samples, best, by, beams, step_tokens)
         found = models.evaluate(
             hf_dir,
             data=data or (),
@@ -82,7 +81,7 @@ def evaluate(
             threads=threads,
             port=port,
             server=server,
-            search=search,
+            search=_search(samples, best, by, beams, step_tokens),
             key_file=key_file,
             run_dir=run_dir,
             overrides=overrides,

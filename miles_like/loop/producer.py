@@ -42,7 +42,7 @@ class PromptStream(Protocol):
 
 
 class GroupSampler(Protocol):
-    """Samples and scores the prompts of a round (run.train.EngineSampler)."""
+    """Samples and scores the prompts of a round (run.setup.sampler.EngineSampler)."""
 
     def groups(self, round_index: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
         """Yields (index of the prompt, its scored group) when the group is complete."""

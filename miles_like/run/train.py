@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,7 +35,7 @@ from miles_like.loop.saver import Saver
 from miles_like.loop.state import KNOWN_ANSWER, LoopState
 from miles_like.loop.step_bounds import StepBounds
 from miles_like.preflight.checks import check_over_sampling
-from miles_like.protocols import Algorithm, RewardFn, RolloutEngine, TrainerRanks
+from miles_like.protocols import Algorithm, RolloutEngine, TrainerRanks
 from miles_like.report.html import write_report
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards
@@ -46,14 +45,14 @@ from miles_like.run.setup.delivery import DirectoryDelivery, TrainerPublication,
 from miles_like.run.setup.launcher import Launcher, freeze_gc
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.rollout_side import RolloutSide
+from miles_like.run.setup.sampler import EngineSampler
 from miles_like.run.setup.teachers import RunTeachers
 from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter
 from miles_like.run.setup.turn_taking import TurnTaking, release_servers, released
 from miles_like.stopping import Deadline, StopRequest, command_began, run_to_end
 from miles_like.turns.users import TurnFeed
-from miles_like.types import GREEDY, Prompt, PublishReport, SampleGroup
-from rollout.episodes.greedy import GreedyFirst, greedy_seed
-from rollout.episodes.groups import groups_as_completed
+from miles_like.types import GREEDY, PublishReport, SampleGroup
+from rollout.episodes.greedy import GreedyFirst
 from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.pool import EnginePool
 from rollout.episodes.runner import EpisodeRunner
@@ -334,11 +333,10 @@ class TrainingRun:
     ) -> Controller:
         """The loop, restored to the state of the checkpoint if the run resumes from one."""
         c, progress = self.config, evaluator.progress
-        sink, ledger = self.files.sink(first), self.files.ledger()
         recorder = Recorder(
-            sink=sink,
+            sink=self.files.sink(first),
             greedy=GREEDY in self.algorithm.needs,
-            ledger=ledger,
+            ledger=self.files.ledger(),
             progress=progress,
             bounds=StepBounds(
                 bounds=of_steps(make_bounds(c.mismatch), exact=c.exact_steps),
@@ -452,55 +450,3 @@ class TrainingRun:
         feed = TurnFeed(buffer=buffer, producer=producer, stop=self.stop, progress=recorder.progress, turns=turns)
         self._taking.sampling.feed = feed
         return feed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSampler:
-    """The GroupSampler of a run: rollout servers sample, the run's reward scores."""
-
-    rollout: RolloutSide
-    engine: RolloutEngine
-    partial: PartialRollouts
-    reward: RewardFn
-    console: Console
-    complete: Callable[[SampleGroup], None] = lambda group: None  # called with each group when it is complete
-
-    async def groups(
-        self, round_index: int, prompts: Sequence[Prompt]
-    ) -> AsyncGenerator[tuple[int, SampleGroup], None]:
-        """Yields (index of the prompt, its scored group) when the group is complete."""
-        c, params = self.rollout.plan.config, self.rollout.sampling(round_index)
-        seed = params.sampling_seed
-        if seed is None:
-            raise RuntimeError("sampling without a seed: a checkpoint could not name the samples in flight")
-        groups = groups_as_completed(
-            self.engine,
-            prompts,
-            self.reward,
-            n=c.train.samples_per_group,
-            params=params,
-            resumes=self.rollout.resumes,
-            prompt_per_request=c.groups_end_by_themselves,
-        )
-        discarded = Counter[str]()
-        try:
-            async with contextlib.aclosing(groups):
-                async for place, group in groups:
-                    discarded += Counter(group.discarded)
-                    self._forget(seed, group.prompt.id)  # so that no checkpoint holds the group twice
-                    self.complete(group)
-                    yield place, group
-        finally:
-            for p in prompts:
-                self._forget(seed, p.id)
-            for reason, n in discarded.most_common():
-                self.console.print(
-                    f"Round {round_index}: {n} samples discarded: {reason}", markup=False, soft_wrap=True
-                )
-
-    def _forget(self, seed: int, prompt_id: str) -> None:
-        for one in (seed, greedy_seed(seed)):
-            self.partial.forget(one, prompt_id)
-
-    async def abort(self) -> None:
-        await self.engine.abort_all()

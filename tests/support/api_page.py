@@ -84,7 +84,7 @@ def _signature(name: str, signature: inspect.Signature) -> Iterator[str]:
 
 def _parameter(one: inspect.Parameter) -> str:
     default = "" if one.default is inspect.Parameter.empty else f" = {one.default!r}".replace("'", '"')
-    return f"{one.name}: {one.annotation}{default}"
+    return f"{one.name}: {one.annotation}".replace("'", '"') + default
 
 
 def _members(kind: type) -> Iterator[str]:
