@@ -370,14 +370,18 @@ def unknown_key(loc: Sequence[str]) -> str:
 
 def _nearest(loc: Sequence[str]) -> list[str]:
     """Known keys that an unknown key may mean: a similar one in its section, keys with the same last component in other
-    sections, else the most similar one."""
+    sections, else one whose last component is similar, else the most similar one."""
     *parents, key = loc
     every, beside = dotted_keys(RunConfig), _fields_at(RunConfig, parents)
     close = [".".join([*parents, n]) for n in difflib.get_close_matches(key, beside, n=1, cutoff=_SIMILAR)]
     elsewhere = sorted((k for k in every if k.rpartition(".")[2] == key), key=lambda k: k.count("."))
+    if found := [*elsewhere[: _LISTED - len(close)], *close]:
+        return found
+    likely = difflib.get_close_matches(key, {k.rpartition(".")[2] for k in every}, n=1, cutoff=_SIMILAR)
+    section = ".".join([*parents, ""])
+    alike = sorted((k for k in every if [k.rpartition(".")[2]] == likely), key=lambda k: not k.startswith(section))
     among = [".".join([*parents, n]) for n in beside] or every
-    least = difflib.get_close_matches(".".join(loc), among, n=1, cutoff=0.0)
-    return [*elsewhere[: _LISTED - len(close)], *close] or least
+    return alike[:1] or difflib.get_close_matches(".".join(loc), among, n=1, cutoff=0.0)
 
 
 def dotted_keys(model: type[BaseModel], before: str = "") -> list[str]:

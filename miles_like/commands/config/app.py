@@ -9,14 +9,14 @@ import typer
 
 from miles_like.command_errors import one_sentence
 from miles_like.commands.config.lines import columns, explained
-from miles_like.commands.options import SetOption
+from miles_like.commands.options import Command, Group, SetOption
 from miles_like.commands.output import echo
 
-config = typer.Typer(no_args_is_help=True, help="Show, compare, explain and import configurations.")
+config = typer.Typer(cls=Group, no_args_is_help=True, help="Show, compare, explain and import configurations.")
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML file, or a run directory")]
 
 
-@config.command("show")
+@config.command("show", cls=Command)
 def show(
     config: ConfigArgument,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
@@ -30,7 +30,7 @@ def show(
             echo(line)
 
 
-@config.command("diff")
+@config.command("diff", cls=Command)
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="a TOML file, or a run directory")],
     b: Annotated[Path, typer.Argument(metavar="B", help="the other one")],
@@ -46,7 +46,7 @@ def diff(
         raise typer.Exit(1)
 
 
-@config.command("explain")
+@config.command("explain", cls=Command)
 def explain(
     key: Annotated[str, typer.Argument(metavar="KEY", help="train.steps, or a section")],
 ) -> None:
@@ -58,7 +58,7 @@ def explain(
             echo(line)
 
 
-@config.command("import")
+@config.command("import", cls=Command)
 def import_config(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="verl: YAML or a script; slime, Miles: a script; prime-rl: TOML")

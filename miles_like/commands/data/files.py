@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from miles_like.command_errors import one_sentence
-from miles_like.commands.options import SetOption, check_writable
+from miles_like.commands.options import Command, Group, SetOption, check_writable
 from miles_like.commands.output import echo
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from miles_like.run.setup.model_plan import RunTokenizer
 
 data = typer.Typer(
-    no_args_is_help=True, help="Prompt files: faults, duplicates, splits, figures, hard prompts of a run."
+    cls=Group, no_args_is_help=True, help="Prompt files: faults, duplicates, splits, figures, hard prompts of a run."
 )
 
 ConfigOption = Annotated[
@@ -38,7 +38,7 @@ CardOption = Annotated[Path | None, typer.Option("--card", metavar="FILE", help=
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="everything that was found")]
 
 
-@data.command("check")
+@data.command("check", cls=Command)
 def check(
     file: Annotated[str, typer.Argument(help="jsonl, json, parquet or a hub name")],
     config: ConfigOption = None,
@@ -74,7 +74,7 @@ def check(
         raise typer.Exit(1)
 
 
-@data.command("stats")
+@data.command("stats", cls=Command)
 def stats(
     file: Annotated[str, typer.Argument(help="jsonl, json, parquet or a hub name")],
     config: ConfigOption = None,
@@ -111,7 +111,7 @@ def stats(
             write_card(card, found)
 
 
-@data.command("dedup")
+@data.command("dedup", cls=Command)
 def dedup(
     file: Annotated[str, typer.Argument(help="jsonl, json, parquet or a hub name")],
     out: Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")],
@@ -137,7 +137,7 @@ def dedup(
             echo(line)
 
 
-@data.command("split")
+@data.command("split", cls=Command)
 def split(
     file: Annotated[str, typer.Argument(help="jsonl, json, parquet or a hub name")],
     out_dir: Annotated[Path, typer.Argument(help="a directory that is not there yet, or empty")],
@@ -159,7 +159,7 @@ def split(
             echo(line)
 
 
-@data.command("recycle")
+@data.command("recycle", cls=Command)
 def recycle(
     run_dir: Annotated[Path, typer.Argument(help="of the run")],
     out: Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")],

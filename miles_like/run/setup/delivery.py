@@ -77,7 +77,7 @@ class DirectoryDelivery:
         written, loads, began = self._written, self._connected, time.perf_counter()
         path = self._directory(written, version)
         assert written is not None
-        sent = await asyncio.to_thread(loads.load, path, version)
+        sent = await asyncio.to_thread(loads.load, path, version, written.bytes)
         await asyncio.to_thread(loads.keep_only, path)
         seconds, self._new = time.perf_counter() - began + self._new * written.seconds, False
         return PublishReport(

@@ -65,7 +65,7 @@ class DiskPublisher(DirectoryLoads):
             self.check_versions(version)
         there = self._written(version)
         if self._target.joins and there:
-            return Sent(0) if self._rank else self.load(there[-1], version)
+            return Sent(0) if self._rank else self.load(there[-1], version, HFCheckpoint(there[-1]).nbytes)
         parts = [self._directory / f"version_{version}.part{i}" for i in range(self._ranks)]
         # left by a run that was killed; no rank gets a tensor of the stream, and rank 0 no part, before all are here
         shutil.rmtree(parts[self._rank], ignore_errors=True)
@@ -76,24 +76,26 @@ class DiskPublisher(DirectoryLoads):
         self._wait_for(parts)
         # servers may still read what was published of this version before
         path = self._directory / f"version_{version}{f'.{_number(there[-1]) + 1}' if there else ''}"
-        self._join(parts, path, shares, version)
+        nbytes = self._join(parts, path, shares, version)
         if not self._loads:
-            return Sent(HFCheckpoint(path).nbytes, directory=path)
-        sent = self.load(path, version)
+            return Sent(nbytes, directory=path)
+        sent = self.load(path, version, nbytes)
         self.keep_only(path)
         return sent
 
-    def _join(self, parts: Sequence[Path], path: Path, shares: Shares, version: int) -> None:
-        """Makes `path` of the parts. Raises RuntimeError for a file that is not what its rank wrote."""
+    def _join(self, parts: Sequence[Path], path: Path, shares: Shares, version: int) -> int:
+        """Makes `path` of the parts; returns the bytes of its tensors. Raises RuntimeError for a file that is not what
+        its rank wrote."""
         try:
             self._check_parts(parts)
             join_parts(parts, path)
-            shares.check_whole(HFCheckpoint(path))
+            shares.check_whole(written := HFCheckpoint(path))
         except ValueError as e:
             raise RuntimeError(
                 f"weights of version {version} were not published: {e}; the disk of {self._directory} has lost data. "
                 "The servers still serve the version before"
             ) from e
+        return written.nbytes
 
     @staticmethod
     def _check_parts(parts: Sequence[Path]) -> None:

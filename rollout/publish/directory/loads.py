@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_like.hf.checkpoint import HFCheckpoint
 from rollout.publish.directory.vllm_reload import reload_weights
 from rollout.publish.publication import PublishTarget, RankChecksums, Sent
 from rollout.publish.publisher import compare_checksums, flush_cache
@@ -51,9 +50,9 @@ class DirectoryLoads:
         finally:
             servers.close()
 
-    def load(self, path: Path, version: int) -> Sent:
-        """Lets all servers load `path`. Raises RuntimeError naming what they serve then."""
-        written = HFCheckpoint(path)
+    def load(self, path: Path, version: int, nbytes: int) -> Sent:
+        """Lets all servers load `path`, whose tensors have `nbytes` bytes. Raises RuntimeError naming what they serve
+        then."""
         load = reload_weights if self._target.kind == "vllm" else _update_from_disk
         verify = self._target.config.verify
         asks = self._served is None and self._target.kind == "embedded" and not self._target.goes_on
@@ -61,13 +60,13 @@ class DirectoryLoads:
         servers, self._stage = servers_of(self._target), Stage.PAUSED
         try:
             began = time.perf_counter()
-            checksums = load(servers, written.path, version, mode=self._mode, verify=verify, reached=self._reached)
+            checksums = load(servers, path, version, mode=self._mode, verify=verify, reached=self._reached)
         except RolloutError as e:
             raise RuntimeError(f"weights of version {version} were not published: {e}. {self._give_up(servers)}") from e
         finally:
             servers.close()
-        self._served, self._before = (written.path, version), {}
-        return Sent(written.nbytes, time.perf_counter() - began, checksums, servers.lost)
+        self._served, self._before = (path, version), {}
+        return Sent(nbytes, time.perf_counter() - began, checksums, servers.lost)
 
     def keep_only(self, path: Path) -> None:
         """Removes the directories of other versions: servers may read lazily, so this waits for `load`."""

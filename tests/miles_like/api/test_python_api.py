@@ -127,8 +127,9 @@ def test_a_function_of_one_sample_is_given_prompt_response_and_answer() -> None:
     right, wrong = (sample("p", i, response_len=1, text=text) for i, text in enumerate(("4", "5")))
     scores = asyncio.run(_all(scorer, prompt, [right, wrong]))
     assert [s.value for s in scores] == [1.0, 0.0]
-    assert seen[0].prompt == "2+2=" and seen[0].meta == {"level": 3} and seen[0].finish is Finish.STOP
-    assert seen[1].sample is wrong and seen[1].tokens == 1
+    found = {one.response: one for one in seen}  # in any order: the function is called in threads
+    assert found["4"].prompt == "2+2=" and found["4"].meta == {"level": 3} and found["4"].finish is Finish.STOP
+    assert found["5"].sample is wrong and found["5"].tokens == 1
 
 
 async def _all(scorer: Any, prompt: Any, samples: list[Any]) -> list[Any]:

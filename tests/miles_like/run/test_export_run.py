@@ -126,7 +126,7 @@ def test_without_the_cache_the_first_model_is_asked_for(home: Path, tmp_path: Pa
 
 def served(path: Path, lines: list[str] | None = None, **keys: object) -> Servable:
     report = [] if lines is None else lines
-    return servable(path, ConvertWork(1 << 30, 1, None), report=report.append, **keys)  # type: ignore[arg-type]
+    return servable(path, ConvertWork(4 << 30, 1, None), report=report.append, **keys)  # type: ignore[arg-type]
 
 
 def test_a_run_is_served_as_the_export_of_its_checkpoint_which_is_made_once(home: Path, tmp_path: Path) -> None:
