@@ -24,6 +24,8 @@ ADVANTAGES = {
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "rloo": "rloo",
+    "remax": "remax",
+    "opo": "opo",
 }
 LOSSES = {"vanilla": "clipped", "gspo": "gspo", "sapo": "sapo"}
 AGGREGATIONS = {
@@ -32,7 +34,7 @@ AGGREGATIONS = {
     "seq-mean-token-sum": "sequence_sum",
     "seq-mean-token-sum-norm": "constant",
 }
-ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+ESTIMATORS = {"abs": "abs", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 RULES: dict[str, Rule] = {
     "data.prompt_key": Rule("data.prompt_key"),
