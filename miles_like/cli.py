@@ -17,7 +17,7 @@ from miles_like.commands.config.app import config
 from miles_like.commands.convert import convert
 from miles_like.commands.data.files import data
 from miles_like.commands.doctor import doctor
-from miles_like.commands.evaluate import evaluate
+from miles_like.commands.evaluate import calibrate, evaluate
 from miles_like.commands.export import export
 from miles_like.commands.options import Command, Group
 from miles_like.commands.output import LOG_LEVELS, set_output
@@ -36,7 +36,15 @@ RUNS, CHECKPOINTS, PLANS, DATA = "Runs", "Checkpoints", "Plans and nodes", "Data
 
 app = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 _PANELS: dict[str, dict[str, Callable[..., None]]] = {
-    RUNS: {"demo": demo, "init": init, "train": train, "verify": verify, "eval": evaluate, "report": report},
+    RUNS: {
+        "demo": demo,
+        "init": init,
+        "train": train,
+        "verify": verify,
+        "eval": evaluate,
+        "calibrate": calibrate,
+        "report": report,
+    },
     CHECKPOINTS: {"export": export, "quantize": quantize, "dequantize": dequantize, "serve": serve},
     PLANS: {"plan": plan, "simulate": simulate, "doctor": doctor},
 }

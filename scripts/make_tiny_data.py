@@ -178,10 +178,11 @@ def pair_rows(expressions: list[Expression], rng: random.Random) -> Iterator[dic
 
 
 def step_rows(pairs: Iterable[dict[str, str]]) -> Iterator[dict[str, object]]:
-    """One answer of each pair digit by digit, the chosen and the rejected ones in turn: a digit is right (1) if the
-    answer up to it begins the right one, and the last one if the answer is the right one."""
+    """One answer to each prompt digit by digit, in turn the chosen one, the rejected one, and the chosen one without
+    its last digit (the rejected one where that leaves none): a digit is right (1) if the answer up to it begins the
+    right one, and the last one if the answer is the right one."""
     for number, pair in enumerate(pairs):
-        answer = pair["rejected" if number % 2 else "chosen"]
+        answer = (pair["chosen"], pair["rejected"], pair["chosen"][:-1])[number % 3] or pair["rejected"]
         labels = [int(pair["chosen"].startswith(answer[: i + 1])) for i in range(len(answer))]
         labels[-1] = int(answer == pair["chosen"])
         yield {"prompt": pair["prompt"], "steps": list(answer), "labels": labels}
@@ -254,7 +255,7 @@ for byte.
 | `warmup.jsonl` | {warmup} ({distinct} distinct) | the sloppy corpus: {warmup_ops} |
 | `warmup_check.jsonl` | {check} | problems of the corpus' kind with right answers; the warm-up stops on them |
 | `pairs.jsonl`, `pairs_heldout.jsonl` | {train}, {eval} | a right and a sloppy answer to each prompt above |
-| `steps.jsonl`, `steps_heldout.jsonl` | {train}, {eval} | one answer of each pair, a label for each digit |
+| `steps.jsonl`, `steps_heldout.jsonl` | {train}, {eval} | right, sloppy and cut answers, a label for each digit |
 | `gsm8k_train.jsonl`, `gsm8k_eval.jsonl` | 64, 32 | the first word problems of GSM8K's train and test files |
 | `tokenizer.json`, `tokenizer_config.json` | 128 tokens | one per printable ASCII character; made by the same script |
 | `model.json`, `model_2m.json`, `model.toml` | | the model, a larger one, and how it is made, written by hand |

@@ -103,7 +103,7 @@ def test_sloppy_share_is_what_the_readme_says() -> None:
 
 @pytest.mark.parametrize("part", ["", "_heldout"])
 def test_steps_are_labelled_by_the_right_answer(part: str) -> None:
-    """One answer of each pair, digit by digit; after a wrong digit no digit is right."""
+    """An answer to each prompt, digit by digit; after a wrong digit no digit is right."""
     found = rows(f"steps{part}.jsonl")
     assert len(found) == len(rows(f"pairs{part}.jsonl"))
     for row in found:

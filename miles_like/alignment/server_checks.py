@@ -30,7 +30,7 @@ _Held = Sequence[Mapping[str, str]]  # of each rank of a server: tensor name -> 
 
 
 class Replacements(Protocol):
-    """Replaces servers of the run, and publishes to some of them (miles_like.run.replacing)."""
+    """Replaces servers of the run, and publishes to some of them (miles_like.run.setup.replacing)."""
 
     @property
     def left(self) -> int:

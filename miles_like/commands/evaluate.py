@@ -1,4 +1,4 @@
-"""`miles-like eval`."""
+"""`miles-like eval` and `miles-like calibrate`: of models, and of the rewards that judge them."""
 
 from __future__ import annotations
 
@@ -114,3 +114,34 @@ def _search(
     return SearchOptions(
         best_of=best, by=by, beams=beams, **({} if step_tokens is None else {"step_tokens": step_tokens})
     )
+
+
+def calibrate(
+    pairs: Annotated[
+        str, typer.Argument(metavar="PAIRS", help="held-out pairs: a json, jsonl or parquet file, or a hub name")
+    ],
+    by: Annotated[
+        list[str], typer.Option("--by", metavar="REWARD", help="a reward of the configuration; several are compared")
+    ],
+    config: Annotated[
+        Path | None, typer.Option("--config", help="a run's: options of the rewards, columns and template")
+    ] = None,
+    max_pairs: Annotated[int | None, typer.Option("--max-pairs", min=1, help="the first ones")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="directory with the chat template, with data.template = 'chat'")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="the figures")] = None,
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
+) -> None:
+    """Measure accuracy, biases and agreement of reward models and judges."""
+    with one_sentence():
+        from miles_like.run.calibrate import calibrate as measured
+        from miles_like.run.calibrate import read_calibration_config
+
+        if json is not None:
+            check_writable(json)
+        found = measured(read_calibration_config(config, overrides), by, pairs, max_pairs, tokenizer)
+        for table in found.tables():
+            console().print(table)
+        if json is not None:
+            found.write_json(json)

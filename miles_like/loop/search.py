@@ -8,6 +8,7 @@ Letters: N sampled answers a prompt, W beams.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import statistics
@@ -19,6 +20,8 @@ from miles_like.report.metrics import powers_up_to
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, Score
 from rollout.concurrency import all_or_first_error
 from rollout.seeds import seed_of
+
+_IN_FLIGHT = 256  # continuations: each is a request, and a server has room for so many connections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,22 +120,23 @@ async def beam_search(
     """(the chosen answer to each prompt, mean number of tokens sampled for one).
 
     `budget` answers to each prompt are begun with a step. After each step the selector scores all of them, the W best
-    are kept, and each that has not ended is continued by budget / W different steps. When the kept ones have ended, the
-    first is the answer. So at most `budget` answers are sampled at any time, and at most budget * params.max_new_tokens
-    tokens, as for the best of `budget` answers. Candidates without a score are dropped unless none has one.
+    that differ are kept (fewer if fewer differ), and each of these that has not ended is continued by different steps,
+    budget / number of kept ones. When the kept ones have ended, the first is the answer. So at most `budget` answers
+    are sampled at any time, and at most budget * params.max_new_tokens tokens, as for the best of `budget` answers.
+    Candidates without a score are dropped unless none has one.
     """
     assert search.beams is not None
     limit, step = params.max_new_tokens, min(search.step_tokens, params.max_new_tokens)
     groups = await engine.generate(prompts, n=budget, params=dataclasses.replace(params, max_new_tokens=step))
     every = [_Beams(g.prompt, list(g.samples), tokens=sum(s.response_len for s in g.samples)) for g in groups]
-    running, number = list(every), 0
+    running, number, room = list(every), 0, asyncio.Semaphore(_IN_FLIGHT)
     while running:
         await _select(running, search)
         running = [b for b in running if not b.ended(limit)]
         number += 1
         seed = None if params.sampling_seed is None else seed_of(params.sampling_seed, f"beam {number}")
         of_step = dataclasses.replace(params, sampling_seed=seed)
-        await all_or_first_error(_continue(engine, b, budget // search.beams, of_step, step) for b in running)
+        await all_or_first_error(_continue(engine, b, budget // len(b.kept), of_step, step, room) for b in running)
     return [b.kept[0] for b in every], statistics.fmean(b.tokens for b in every)
 
 
@@ -162,10 +166,15 @@ async def _select(running: Sequence[_Beams], search: Search) -> None:
     for b in running:
         worth: Mapping[int, float | None] = {i: next(scores) for i in range(len(b.live))}
         order = sorted(range(len(b.live)), key=lambda i: -math.inf if (w := worth[i]) is None else w, reverse=True)
-        b.kept = [b.live[i] for i in order[: search.beams]]
+        distinct: dict[tuple[int, ...], Sample] = {}
+        for i in order:
+            distinct.setdefault(tuple(b.live[i].token_ids.tolist()), b.live[i])
+        b.kept = list(distinct.values())[: search.beams]
 
 
-async def _continue(engine: RolloutEngine, b: _Beams, times: int, params: SamplingParams, step: int) -> None:
+async def _continue(
+    engine: RolloutEngine, b: _Beams, times: int, params: SamplingParams, step: int, room: asyncio.Semaphore
+) -> None:
     """The next step of the kept candidates: those that have ended stay, of the others there are `times`."""
     sources = [s for s in b.kept for _ in range(1 if _has_ended(s, params.max_new_tokens) else times)]
     live = [dataclasses.replace(s, index=i) for i, s in enumerate(sources)]  # a random stream for each
@@ -174,7 +183,8 @@ async def _continue(engine: RolloutEngine, b: _Beams, times: int, params: Sampli
         if _has_ended(s, params.max_new_tokens):
             return s
         left = min(step, params.max_new_tokens - s.response_len)
-        return await engine.continue_sample(s, params=dataclasses.replace(params, max_new_tokens=left))
+        async with room:
+            return await engine.continue_sample(s, params=dataclasses.replace(params, max_new_tokens=left))
 
     b.live = await all_or_first_error(longer(s) for s in live)
     b.tokens += sum(after.response_len - before.response_len for before, after in zip(live, b.live, strict=True))

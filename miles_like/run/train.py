@@ -40,10 +40,10 @@ from miles_like.report.html import write_report
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards
 from miles_like.run.alignment import check_bits, server_checks
-from miles_like.run.replacing import RunningServers, RunReplacements
 from miles_like.run.setup.delivery import DirectoryDelivery, TrainerPublication, publication_of
 from miles_like.run.setup.launcher import Launcher, freeze_gc
 from miles_like.run.setup.model_plan import ModelPlan
+from miles_like.run.setup.replacing import RunningServers, RunReplacements
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.sampler import EngineSampler
 from miles_like.run.setup.teachers import RunTeachers

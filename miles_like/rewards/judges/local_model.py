@@ -65,7 +65,9 @@ class LocalRewardModel:
     @cached_property
     def _model(self) -> Any:
         from transformers import AutoModelForSequenceClassification
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()
         model = AutoModelForSequenceClassification.from_pretrained(self._config.model, dtype=torch.float32)
         if model.config.num_labels != 1:
             raise ValueError(

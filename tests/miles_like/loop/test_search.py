@@ -73,6 +73,7 @@ class Tables:
     def __init__(self) -> None:
         self.sampled = 0
         self.at_once: list[int] = []
+        self.in_flight = self.most = 0
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> list[SampleGroup]:
         self.at_once.append(n)
@@ -85,6 +86,10 @@ class Tables:
 
     async def continue_sample(self, s: Sample, environment: Sequence[int] = (), *, params: SamplingParams) -> Sample:
         assert s.finish is not Finish.STOP
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        await asyncio.sleep(0)
+        self.in_flight -= 1
         return self._longer(s, params)
 
     def _longer(self, s: Sample, params: SamplingParams) -> Sample:
@@ -115,7 +120,11 @@ def by_hand(prompt: Prompt, budget: int, width: int, step: int) -> tuple[str, in
     live = [engine._longer(sample(prompt.id, i, response_len=0), params) for i in range(budget)]
     number = 0
     while True:
-        live = sorted(live, key=lambda s: -worth(prompt, s))[:width]
+        kept: list[Sample] = []
+        for s in sorted(live, key=lambda s: -worth(prompt, s)):
+            if len(kept) < width and all(s.token_ids.tolist() != k.token_ids.tolist() for k in kept):
+                kept.append(s)
+        live = kept
         done = [s.finish is Finish.STOP or s.response_len >= PARAMS.max_new_tokens for s in live]
         if all(done):
             return live[0].text, engine.sampled
@@ -123,7 +132,7 @@ def by_hand(prompt: Prompt, budget: int, width: int, step: int) -> tuple[str, in
         params = replace(params, sampling_seed=seed_of(1, f"beam {number}"))
         next_ones: list[Sample] = []
         for s, ended in zip(live, done, strict=True):
-            for _ in range(1 if ended else budget // width):
+            for _ in range(1 if ended else budget // len(live)):
                 at = replace(s, index=len(next_ones))
                 left = min(step, PARAMS.max_new_tokens - s.response_len)
                 next_ones.append(at if ended else engine._longer(at, replace(params, max_new_tokens=left)))
@@ -155,6 +164,14 @@ def test_beams_are_measured_by_the_set_s_reward_at_each_budget() -> None:
         assert found[f"eval/s/beam@{n}"] == statistics.fmean(s.response_len for s in chosen)
         assert found[f"eval/s/beam_tokens@{n}"] == tokens
     assert not asyncio.run(beam_figures(engine, prompts, selecting(worth), length, params=PARAMS, name="s"))
+
+
+def test_continuations_in_flight_are_bounded() -> None:
+    prompts = [Prompt(id=f"p{i}", token_ids=(1, 2), answer="") for i in range(200)]
+    engine: Any = Tables()
+    search = selecting(lambda prompt, sample: -worth(prompt, sample), 8, beams=4, step_tokens=2)
+    asyncio.run(beam_search(engine, prompts, search, budget=8, params=PARAMS))
+    assert engine.most == 256
 
 
 def test_numbers_that_leave_no_choice_are_refused() -> None:

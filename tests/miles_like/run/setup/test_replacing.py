@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from miles_like.run.replacing import RunReplacements
+from miles_like.run.setup.replacing import RunReplacements
 from miles_like.types import PublishReport, ServerFault
 from rollout.episodes.pool import EnginePool
 from tests.support.fakes import FakeEngine
