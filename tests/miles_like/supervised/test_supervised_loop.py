@@ -22,6 +22,9 @@ def test_held_out_examples_are_evaluated_on_the_interval_and_never_with_zero(eve
     async def evaluate(batch: Any) -> dict[str, float]:
         return {"train/loss": 2.0}
 
+    async def batches_of(examples: Any) -> Any:
+        return examples
+
     async def end(steps: int) -> int:
         return steps
 
@@ -30,7 +33,7 @@ def test_held_out_examples_are_evaluated_on_the_interval_and_never_with_zero(eve
     fake: Any = SimpleNamespace(
         train=train,
         evaluate=evaluate,
-        examples=lambda groups: groups,
+        of=batches_of,
         take=list,
         tokens_total=0,
         metrics=lambda *_, **__: {},
@@ -42,7 +45,7 @@ def test_held_out_examples_are_evaluated_on_the_interval_and_never_with_zero(eve
         stop=SimpleNamespace(asked=False),
         deadline=SimpleNamespace(note=lambda **_: None),
     )
-    parts = dict.fromkeys(("trainer", "feed", "packer", "speed", "sink", "saver", "progress"), fake)
+    parts = dict.fromkeys(("trainer", "feed", "batches", "speed", "sink", "saver", "progress"), fake)
     loop = SupervisedLoop(**parts, held_out={"held": fake}, eval_every=every, earlier_s=100.0)
     assert asyncio.run(loop.run(first=0, steps=3)) == 3
     assert [step for step, row in rows.items() if "eval/held/loss" in row] == evaluated
