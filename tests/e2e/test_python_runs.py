@@ -65,10 +65,8 @@ def test_a_run_in_a_notebook_s_loop_asks_its_function_and_is_resumed_with_it_alo
     assert "'reward'" in refused and "miles_like.train(..., reward=..., resume=True)" in refused
 
 
-@pytest.mark.parametrize(
-    "task",
-    ["qa", *(pytest.param(task, marks=LONG) for task in ("tool", "agent", "distill", "sft"))],
-)
+@LONG
+@pytest.mark.parametrize("task", ["qa", "tool", "agent", "distill", "sft"])
 def test_what_init_writes_runs_as_it_is(miles_like: Run, home: Path, tmp_path: Path, task: str) -> None:
     """With a shorter warm-up."""
     made = miles_like("init", str(tmp_path / task), "--task", task)
