@@ -1,6 +1,7 @@
 """`miles-like calibrate`: two rewards on pairs of a file, by the command line.
 
-Functions stand for reward model and judge. Not covered: the figures (tests/miles_like/rewards/test_reward_calibration.py).
+Functions stand for reward model and judge. Not covered: the figures
+(tests/miles_like/rewards/test_reward_calibration.py).
 """
 
 from __future__ import annotations
