@@ -86,6 +86,17 @@ CHAINS = {
         (kill("rank", "save", 3, "shards"),),  # of another victim and point: test_turns.py
         steps=5,
     ),
+    "servers load beside training": Chain(
+        ("checkpoint.every=2", "buffer.max_staleness=1", "publish.path=disk", "publish.during_training=true"),
+        (
+            kill("rank", "step", 1, "before"),
+            kill("driver", "generation", 2, 10),
+            kill("server", "step", 3, "half"),
+            kill("driver", "step", 3, "half"),
+            kill("rank", "save", 4, "shards"),
+            *at_random("beside training", [3, 4, 5]),
+        ),
+    ),
     "one behind, two ranks, a filter, at random": Chain(
         ("parallel.dp=2", "parallel.ep=2", "buffer.max_staleness=1", "algorithm.filter=nonzero_std"),
         (

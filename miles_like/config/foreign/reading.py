@@ -115,7 +115,7 @@ def _yaml(text: str, otherwise: Any = None) -> Any:
     """Raises ValueError for invalid YAML, or returns `otherwise` if it is given."""
     import yaml
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 raise yaml.composer.ComposerError(problem="an alias", problem_mark=self.peek_event().start_mark)

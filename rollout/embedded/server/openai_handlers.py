@@ -226,7 +226,7 @@ class OpenAIHandlers:
                 stops=body.stops,
                 calls_begin=calls_begin,
                 top=top,
-                on_piece=lambda i, piece, first=p * body.n: asked.note(first + i, piece),  # type: ignore[misc]
+                on_piece=lambda i, piece, first=p * body.n: asked.note(first + i, piece),  # type: ignore[misc]  # the default
             )
             asked.watches.append(watch)
             asked.specs.append(
