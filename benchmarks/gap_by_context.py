@@ -9,7 +9,7 @@ first 64 tokens.
 
 Goal: k3 <= 1e-3 with R3 in every row, which is what `verify` explains by kernels.
 
-    python benchmarks/gap_by_context.py --sglang .venv-sglang [--quick]
+    python benchmarks/gap_by_context.py --sglang .venv-sglang [--quick] [--models Qwen] [--contexts 64 8192] [--ranks 1]
 
 --sglang: a virtual environment as `make test-sglang` makes it. Without it nothing is measured.
 """
@@ -179,7 +179,9 @@ class Study:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one model and rank, the two shortest contexts")
-
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--contexts", nargs="+", type=int, default=list(CONTEXTS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
     parser.add_argument("--sglang", type=Path, metavar="VENV", help="of stock SGLang")
     parser.add_argument("--prompts", type=int, default=16)
     given = parser.parse_args()
@@ -190,8 +192,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         study = Study(Path(home), given.sglang, given.prompts, console)
         try:
-            for shape in list(MODELS)[: 1 if given.quick else None]:
-                study.of(shape, CONTEXTS[:2] if given.quick else CONTEXTS, RANKS[:1] if given.quick else RANKS)
+            for shape in given.models[: 1 if given.quick else None]:
+                study.of(
+                    shape, CONTEXTS[:2] if given.quick else given.contexts, given.ranks[: 1 if given.quick else None]
+                )
         finally:
             assemble.shut_down()
     lines = [f"| {' | '.join(of)} |" for of in ([*HEAD], ["---"] * len(HEAD), *(r.cells() for r in study.rows))]
