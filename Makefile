@@ -63,10 +63,13 @@ test-slow: $(STAMP)
 snapshot: $(STAMP)
 	$(PYTEST) --numprocesses $(JOBS) --accept-refusals --refusals-only
 
-# further cases of the slowest tests, with other examples in every run; the result goes to tests/RESULTS.md
+# further cases of the slowest tests, with other examples in every run: two hours on two cores, or some folders of them
+# by ONLY='tests/laws ...'; the result goes to tests/RESULTS.md, also of a run that is stopped by Ctrl-C
+ONLY :=
 test-long: $(STAMP)
-	status=0; $(PYTEST) --numprocesses $(JOBS) -m long --hypothesis-profile default --junitxml $(OUT)/long.xml || status=$$?; \
-	  $(BIN)/python -m tests.support.results $(OUT)/long.xml; exit $$status
+	mkdir -p $(OUT); $(PYTEST) -m long $(ONLY) --collect-only -q > $(OUT)/long.txt
+	status=0; $(PYTEST) --numprocesses $(JOBS) -m long $(ONLY) --hypothesis-profile default --junitxml $(OUT)/long.xml || status=$$?; \
+	  $(BIN)/python -m tests.support.results $(OUT)/long.xml --collected $(OUT)/long.txt; exit $$status
 
 # all there is: `make test`, which every commit passes, and what is too long for it
 test-all: test test-long fuzz
@@ -91,7 +94,6 @@ fuzz: $(STAMP)
 # a rank of each kind of pipeline stage of every configuration with GPUs, and of 40 random layouts (drawn by
 # tests/support/random_layouts.py), on fake tensors: 45 minutes of a core the first time, then what has changed
 # (build/executed keeps the results); make plan-all ONLY='NAME ...' for some of them
-ONLY :=
 plan-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m miles_like.commands.execute --all configs --jobs 2 --json docs/plan/executed.json \
 	  --layouts docs/plan/random_layouts.json $(if $(ONLY),--only $(ONLY))

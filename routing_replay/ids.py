@@ -1,11 +1,10 @@
-"""Expert ids: dtype and size, the wire format of SGLang, and checks for ids that no router can have chosen.
+"""Expert ids: dtype and size, and checks for ids that no router can have chosen.
 
 Letters: rows, L MoE layers, K experts per token, E experts.
 """
 
 from __future__ import annotations
 
-import binascii
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 Ids = NDArray[np.integer[Any]]
 
-_WIRE_BYTES = 4  # an id on SGLang's wire
+WIRE_BYTES = 4  # of an id on SGLang's wire
 _CHUNK = 1 << 15  # rows compared at a time: they stay in a core's cache
 
 
@@ -34,7 +32,7 @@ def id_dtype(num_experts: int) -> torch.dtype:
 
 def bytes_per_token(*, num_layers: int, moe_layers: int, top_k: int, num_experts: int) -> tuple[int, int]:
     """(bytes of one token's routes in a trace, bytes in SGLang's format, which is int32 for all layers)."""
-    return moe_layers * top_k * id_dtype(num_experts).itemsize, num_layers * top_k * _WIRE_BYTES
+    return moe_layers * top_k * id_dtype(num_experts).itemsize, num_layers * top_k * WIRE_BYTES
 
 
 def payload_line(*, num_layers: int, moe_layers: int, top_k: int, num_experts: int) -> str:
@@ -109,78 +107,3 @@ def repeat(ids: Ids) -> int | None:
         if twice.any():
             return begin + int(twice.argmax())
     return None
-
-
-def _raw(payload: str, rows: int, num_layers: int, top_k: int, sample: str, key: str = "routed_experts") -> bytes:
-    try:
-        raw = binascii.a2b_base64(payload, strict_mode=True)
-    except ValueError as e:  # binascii.Error is one
-        raise ValueError(f"sample {sample}: {key} is not base64: {e}") from None
-    row_bytes = num_layers * top_k * _WIRE_BYTES
-    want = rows * row_bytes
-    if len(raw) != want:
-        raise ValueError(
-            f"sample {sample}: {key} has {len(raw)} bytes = {len(raw) / row_bytes:g} rows; its tokens need "
-            f"{rows} rows x {num_layers} layers x {top_k} experts x {_WIRE_BYTES} = {want}: a row is "
-            f"{'missing' if len(raw) < want else 'superfluous'}"
-        )
-    return raw
-
-
-def read_wire(
-    payloads: Sequence[str],
-    rows: Sequence[int],
-    *,
-    num_layers: int,
-    layers: Sequence[int],
-    top_k: int,
-    num_experts: int,
-    start: int,
-    samples: Sequence[str],
-) -> Tensor:
-    """Checked ids [sum(rows), L, K] of several sequences' `routed_experts`; see RoutingTrace.many_from_wire."""
-    raw = [_raw(p, n, num_layers, top_k, name) for p, n, name in zip(payloads, rows, samples, strict=True)]
-    wire = np.frombuffer(b"".join(raw), dtype="<i4").reshape(-1, num_layers, top_k)
-    first, last = layers[0], layers[-1]
-    columns = slice(first, last + 1) if list(layers) == list(range(first, last + 1)) else list(layers)
-    wide = wire[:, columns]
-    _check_dense(wire, rows, layers=layers, start=start, samples=samples)
-    narrow: Ids = wide.astype(np.uint8 if id_dtype(num_experts) is torch.uint8 else np.int16)
-    if top_k == 1 or out_of_range(wide, num_experts) or repeat(narrow) is not None:  # else no sample is wrong
-        for own, name in zip(np.split(wide, np.cumsum(rows)[:-1]), samples, strict=True):
-            check_ids(own, layers, num_experts, sample=name, start=start)
-    return torch.from_numpy(narrow)
-
-
-def _check_dense(wire: Ids, rows: Sequence[int], *, layers: Sequence[int], start: int, samples: Sequence[str]) -> None:
-    """Layers without a router must be zero-filled: other ids there belong to another layer, so all may have moved."""
-    dense = [i for i in range(wire.shape[1]) if i not in layers]
-    if not any(wire[:, i].any() for i in dense):
-        return
-    for own, name in zip(np.split(wire, np.cumsum(rows)[:-1]), samples, strict=True):
-        for layer in dense:
-            if (found := own[:, layer].any(-1)).any():
-                row = int(found.argmax())
-                raise ValueError(
-                    f"{where(name, [layer], start + row)}: ids {own[row, layer].tolist()} in a layer without experts: "
-                    "the layers are shifted, or config.json belongs to another model"
-                )
-
-
-def read_wire_weights(
-    payload: str, rows: int, *, num_layers: int, layers: Sequence[int], top_k: int, start: int, sample: str
-) -> Tensor:
-    """[rows, L, K] fp32: the gate weights of the routes from position `start` on, sent as base64 of fp32
-    [rows, num_layers, K].
-
-    Raises ValueError for another length, and naming sample, layer and position of a weight that is not finite.
-    """
-    raw = _raw(payload, rows, num_layers, top_k, sample, "routed_experts_weights")
-    wire = np.frombuffer(raw, dtype="<f4").reshape(rows, num_layers, top_k)[:, list(layers)]
-    wrong = ~np.isfinite(wire).all(-1)
-    if wrong.any():
-        row, col = divmod(int(wrong.argmax()), len(layers))
-        raise ValueError(
-            f"{where(sample, [layers[col]], start + row)}: gate weights {wire[row, col].tolist()} are not finite"
-        )
-    return torch.from_numpy(np.ascontiguousarray(wire))

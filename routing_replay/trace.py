@@ -27,8 +27,9 @@ from routing_replay.checksums import (
     row_checksums,
 )
 from routing_replay.diagnosis import diagnose
-from routing_replay.ids import check_ids, id_dtype, read_wire, where
+from routing_replay.ids import check_ids, id_dtype, where
 from routing_replay.versions import VersionSpan, joined, ordered
+from routing_replay.wire import Base64, read_wire
 
 _T = TypeVar("_T")
 
@@ -210,7 +211,7 @@ class RoutingTrace:
     @classmethod
     def from_wire(
         cls,
-        payload: str,
+        payload: Base64,
         *,
         tokens: Tensor,
         num_layers: int,
@@ -235,7 +236,7 @@ class RoutingTrace:
     @classmethod
     def many_from_wire(
         cls,
-        payloads: Sequence[str],
+        payloads: Sequence[Base64],
         *,
         tokens: Sequence[Tensor],
         num_layers: int,

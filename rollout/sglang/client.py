@@ -26,6 +26,7 @@ from rollout.server_key import VARIABLE, ServerKey
 from rollout.server_url import tls
 from rollout.sglang.layer_states import StockStates
 from rollout.sglang.occupation import Occupation
+from rollout.sglang.payloads import read_generated
 from rollout.sglang.phases import log_of, see_log
 from rollout.sglang.samples import RoutingShape, SampleReader, empty_samples, routing_rows, version_number
 from rollout.wire import endpoints
@@ -109,9 +110,15 @@ REMEDIES: Mapping[int, str] = {401: _NEEDS_KEY, 403: _NEEDS_KEY}  # by the statu
 
 
 def read_json(
-    response: httpx.Response, *, url: str, endpoint: str, log: Path | None, remedies: Mapping[int, str] = REMEDIES
+    response: httpx.Response,
+    *,
+    url: str,
+    endpoint: str,
+    log: Path | None,
+    remedies: Mapping[int, str] = REMEDIES,
+    loads: Callable[[bytes], Any] = orjson.loads,
 ) -> Any:
-    """The body. Raises RolloutError for HTTP 4xx and 5xx and for a body that is not JSON."""
+    """The body, as `loads` reads it. Raises RolloutError for HTTP 4xx and 5xx and for a body that is not JSON."""
     if response.status_code >= 400:
         text = error_message(response.status_code, response.content)
         if (remedy := remedies.get(response.status_code)) is not None:
@@ -120,7 +127,7 @@ def read_json(
         kind = {503: EngineEnded}.get(response.status_code, ServerBroke)
         raise (kind if response.status_code >= 500 else RolloutError)(f"server {url} refused {endpoint}: {text}{look}")
     try:
-        return orjson.loads(response.content) if response.content else None
+        return loads(response.content) if response.content else None
     except ValueError as e:
         raise RolloutError(
             f"server {url} answered {endpoint} with invalid JSON ({e}): does another program listen there?"
@@ -227,9 +234,17 @@ class ServerClient(ABC):
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _call(self, method: str, endpoint: str, body: Json | None = None, *, limit: int = REPLY_BYTES) -> Any:
+    async def _call(
+        self,
+        method: str,
+        endpoint: str,
+        body: Json | None = None,
+        *,
+        limit: int = REPLY_BYTES,
+        loads: Callable[[bytes], Any] = orjson.loads,
+    ) -> Any:
         response = await self._send(method, endpoint, body, limit)
-        return read_json(response, url=self.url, endpoint=endpoint, log=self._log, remedies=self.remedies)
+        return read_json(response, url=self.url, endpoint=endpoint, log=self._log, remedies=self.remedies, loads=loads)
 
     async def _send(
         self, method: str, endpoint: str, body: Json | None = None, limit: int = REPLY_BYTES
@@ -427,7 +442,7 @@ class SGLangClient(ServerClient):
                 raise RolloutError(f"nothing was sent to server {self.url}: {e}") from None
         limit = reply_bytes(request, self._reader.routes_per_token) + more
         with self.occupation.generating():
-            return await self._call("POST", endpoints.GENERATE, request.to_json(), limit=limit)
+            return await self._call("POST", endpoints.GENERATE, request.to_json(), limit=limit, loads=read_generated)
 
     async def pause(self, mode: PauseMode | None = None) -> None:
         await self._call("POST", endpoints.PAUSE, PauseRequest(mode=mode or self._pause_mode).to_json())

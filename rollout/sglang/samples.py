@@ -16,9 +16,10 @@ from torch import Tensor
 from miles_like.types import Finish, Prompt, Sample, VersionSpan
 from rollout.wire.generate import GenerateReply, WireSpan
 from rollout.wire.scores import PromptScores, prompt_scores
-from routing_replay.ids import payload_line, read_wire_weights
+from routing_replay.ids import payload_line
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import joined
+from routing_replay.wire import read_wire_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +134,7 @@ class SampleReader:
                 raise ValueError("routed_experts is missing: start the server with --enable-return-routed-experts")
             traces = list(
                 RoutingTrace.many_from_wire(
-                    [str(s.routed_experts) for s in scores],
+                    [s.routed_experts for s in scores if s.routed_experts is not None],
                     tokens=sequences,
                     num_layers=shape.num_layers,
                     layers=shape.moe_layers,
@@ -186,7 +187,7 @@ class SampleReader:
         if any(r.routed_experts is None for r in replies):
             raise ValueError("routed_experts is missing: start the server with --enable-return-routed-experts")
         traces = RoutingTrace.many_from_wire(
-            [str(r.routed_experts) for r in replies],
+            [r.routed_experts for r in replies if r.routed_experts is not None],
             tokens=tokens,
             num_layers=shape.num_layers,
             layers=shape.moe_layers,

@@ -1,0 +1,59 @@
+"""The JSON of a reply to /generate, without a copy of its routes.
+
+The routes of a sample of 32k tokens of DeepSeek-V3's shape are 85 MB of base64 in a body of 87 MB. A JSON parser reads
+and copies them; here they stay where they are, and the parser gets the other 2 MB.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+_KEY = b'"routed_experts"'
+_QUOTE = ord('"')
+_BLANK = b" \t\r\n"
+
+
+def read_generated(content: bytes) -> Any:
+    """As orjson.loads, except that the `routed_experts` of each reply's `meta_info` is a view [bytes] of `content`
+    where it is a string. Raises ValueError for what is not JSON."""
+    whole, kept, views = memoryview(content), list[memoryview | bytes](), list[memoryview]()
+    copied = 0
+    for begin, end in _strings(content):
+        kept += [whole[copied:begin], b"#%d" % len(views)]
+        views.append(whole[begin:end])
+        copied = end
+    if not views:
+        return orjson.loads(content)
+    body = orjson.loads(b"".join([*kept, whole[copied:]]))
+    for reply in body if isinstance(body, list) else [body]:
+        meta = reply.get("meta_info") if isinstance(reply, dict) else None
+        if isinstance(meta, dict) and isinstance(number := meta.get("routed_experts"), str):
+            meta["routed_experts"] = views[int(number[1:])]  # every string at this key is one of ours
+    return body
+
+
+def _strings(content: bytes) -> list[tuple[int, int]]:
+    """[begin, end) of each string that is the value of `_KEY`. Within a string of JSON that key's quotes would be
+    escaped, so that it is found nowhere else."""
+    found, at = [], 0
+    while (at := content.find(_KEY, at)) >= 0:
+        at = _after(content, at + len(_KEY))
+        if content[at : at + 1] != b":":
+            continue
+        at = _after(content, at + 1)
+        if at < len(content) and content[at] == _QUOTE:
+            end = content.find(b'"', at + 1)
+            if end < 0:  # not JSON, which the parser says
+                break
+            found.append((at + 1, end))
+            at = end + 1
+    return found
+
+
+def _after(content: bytes, at: int) -> int:
+    """The first place from `at` on that is not blank."""
+    while content[at : at + 1] and content[at] in _BLANK:
+        at += 1
+    return at

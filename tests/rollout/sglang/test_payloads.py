@@ -1,0 +1,59 @@
+"""A reply whose routes stay where they are is the reply that a JSON parser reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.sglang.payloads import read_generated
+
+TEXTS = st.text() | st.sampled_from(['"routed_experts":"#0"', "routed_experts", '\\"routed_experts\\":\\"', "#0"])
+ROUTES = st.none() | st.text("ABCabc019+/=", max_size=40)
+METAS = st.fixed_dictionaries({"id": TEXTS}, optional={"routed_experts": ROUTES, "weight_version": TEXTS})
+REPLIES = st.fixed_dictionaries(
+    {"meta_info": METAS}, optional={"text": TEXTS, "output_ids": st.lists(st.integers(0, 9))}
+)
+WRITERS: list[Callable[[Any], bytes]] = [
+    orjson.dumps,
+    lambda body: orjson.dumps(body, option=orjson.OPT_INDENT_2),
+    lambda body: json.dumps(body).encode(),
+    lambda body: json.dumps(body, ensure_ascii=False, separators=(" ,", "\t: ")).encode("utf-8", "replace"),
+]
+
+
+def plain(body: Any) -> Any:
+    """With routes as text again."""
+    for reply in body if isinstance(body, list) else [body]:
+        if isinstance(view := reply["meta_info"].get("routed_experts"), memoryview):
+            reply["meta_info"]["routed_experts"] = bytes(view).decode()
+    return body
+
+
+@settings(deadline=None)
+@given(REPLIES | st.lists(REPLIES, min_size=1, max_size=4), st.sampled_from(WRITERS))
+def test_every_reply_is_read_as_by_the_parser(body: Any, write: Callable[[Any], bytes]) -> None:
+    content = write(body)
+    found = read_generated(content)
+    for reply in found if isinstance(found, list) else [found]:
+        assert not isinstance(reply["meta_info"].get("routed_experts"), str)
+    assert plain(found) == json.loads(content)
+
+
+@pytest.mark.parametrize("body", [[1, "x"], {"meta_info": 3}, {"routed_experts": "AA=="}, [], "routed_experts", None])
+def test_what_is_no_reply_is_read_as_json(body: Any) -> None:
+    found = read_generated(orjson.dumps(body))
+    assert found == (body if body != {"routed_experts": "AA=="} else {"routed_experts": "#0"})
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"routed_experts":"AA', b'{"routed_experts":', b'{"routed_experts"', b'{"a":"b" "c"}']
+)
+def test_what_is_not_json_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"JSON|end|expected|unexpected"):
+        read_generated(content)
