@@ -26,7 +26,8 @@ from torch import Tensor
 from miles_like.alignment.evidence import SampleTokens
 from miles_like.alignment.live import LiveTrainer
 from miles_like.types import Json
-from rollout.sglang.client import RolloutError, ServerClient
+from rollout.sglang.client import ServerClient
+from rollout.sglang.http_replies import RolloutError
 from routing_replay.trace import RoutingTrace
 
 _MEDIAN_OF_NORMAL = 0.6745  # of |x|, in standard deviations

@@ -33,7 +33,8 @@ from miles_like.types import (
     ServerLost,
 )
 from rollout.concurrency import all_or_first_error
-from rollout.sglang.client import RolloutError, ServerClient
+from rollout.sglang.client import ServerClient
+from rollout.sglang.http_replies import RolloutError
 from rollout.wire.scores import PromptScores
 
 PromptOf = Callable[[Prompt], Sequence[int]]  # prompt tokens that a teacher is fed

@@ -29,7 +29,7 @@ from rollout.publish.servers import ServerSet
 from rollout.publish.transports import Send
 from rollout.server_key import ServerKey
 from rollout.server_url import on_loopback
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.ports import free_port
 from rollout.wire import endpoints
 from rollout.wire.control import DestroyGroup, InitGroup, UpdateFromDistributed

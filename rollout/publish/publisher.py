@@ -26,7 +26,7 @@ from rollout.publish.publication import PublishTarget, RankChecksums, Sent, publ
 from rollout.publish.sent_tensors import SentTensors
 from rollout.publish.servers import OLD_SERVED, ServerSet, Stage, check_versions, serve_again, servers_of, states_of
 from rollout.publish.transports import CudaHandles, Inline, MemoryHandles, Send, Transport
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 from rollout.wire import endpoints
 from rollout.wire.checksum import tensor_checksum
 from rollout.wire.control import BeginUpdate, ChecksumReply, EndUpdate, PauseMode, PauseRequest, UpdateVersion

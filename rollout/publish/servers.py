@@ -15,8 +15,8 @@ from miles_like.types import ServerFault
 from rollout.publish.publication import PublishTarget
 from rollout.server_key import ServerKey
 from rollout.server_url import tls
-from rollout.sglang.client import (
-    KEEPALIVE_S,
+from rollout.sglang.client import KEEPALIVE_S
+from rollout.sglang.http_replies import (
     PLAIN,
     REPLY_BYTES,
     NoAnswer,

@@ -6,7 +6,6 @@ Letters: G samples a prompt.
 from __future__ import annotations
 
 import asyncio
-import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,16 +18,27 @@ import orjson
 import torch
 from torch import Tensor
 
-from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, ServerLost
+from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
 from rollout.concurrency import all_or_first_error
 from rollout.seeds import seed_of
-from rollout.server_key import VARIABLE, ServerKey
+from rollout.server_key import ServerKey
 from rollout.server_url import tls
+from rollout.sglang.http_replies import (
+    PLAIN,
+    REMEDIES,
+    REPLY_BYTES,
+    Received,
+    RolloutError,
+    check_plain,
+    check_size,
+    failure,
+    read_json,
+)
 from rollout.sglang.layer_states import StockStates
 from rollout.sglang.occupation import Occupation
 from rollout.sglang.payloads import read_generated
-from rollout.sglang.phases import log_of, see_log
 from rollout.sglang.samples import RoutingShape, SampleReader, empty_samples, routing_rows, version_number
+from rollout.sglang.transport import LargeReplies
 from rollout.wire import endpoints
 from rollout.wire.bodies import MemoryTag
 from rollout.wire.control import (
@@ -52,7 +62,7 @@ from rollout.wire.generate import (
     reply_bytes,
 )
 from rollout.wire.layer_states import states_bytes, states_from_json
-from rollout.wire.replies import Json, error_message
+from rollout.wire.replies import Json
 from rollout.wire.scores import PromptScores, prompt_scores
 from routing_replay.trace import RoutingTrace
 
@@ -60,94 +70,12 @@ _JSON = {"content-type": "application/json"}
 # uvicorn, which SGLang uses too, closes a connection that was idle for 5 s, and httpx by default drops it after the
 # same 5 s: a request sent at that moment fails. Trainer steps of 5 s are common.
 KEEPALIVE_S = 2.0
-PLAIN = {"accept-encoding": "identity"}
-REPLY_BYTES = 64 << 20  # limit on a reply, except those of /generate
 _FLUSH_S = 5.0
-
-
-class RolloutError(RuntimeError):
-    """A request to a server failed. The message names the server, what happened and what to do."""
-
-
-class NoAnswer(RolloutError, ServerLost):
-    """The server has died, hangs, or cannot be reached."""
-
-
-class ServerBroke(RolloutError):
-    """The server answered with an internal error (HTTP 5xx)."""
-
-
-class EngineEnded(ServerBroke, ServerLost):
-    """The server answered that its engine has ended (HTTP 503): it computes nothing more."""
 
 
 def new_ids(count: int) -> tuple[str, ...]:
     """Unique ids for the prompts of a request, so that a reply to another request is detected."""
     return tuple(uuid.uuid4().hex for _ in range(count))
-
-
-def failure(error: httpx.HTTPError, *, url: str, endpoint: str, timeout_s: float, log: Path | None) -> RolloutError:
-    """The RolloutError for an exception of httpx. log: the server's or its directory, if this run started it."""
-    look = see_log(url, log)
-    if isinstance(error, httpx.ConnectError) and "[SSL" in str(error):
-        reason = re.sub(r" \(_ssl\.c:\d+\)", "", str(error))  # a line of CPython's source
-        return RolloutError(
-            f"server {url}: the TLS connection for {endpoint} failed ({reason}): for a private certificate set "
-            "SSL_CERT_FILE to its authority's file, for a server without TLS use an http:// URL"
-        )
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return NoAnswer(f"server {url} cannot be reached for {endpoint}: it is not running or has died; {look}")
-    if isinstance(error, httpx.TimeoutException):
-        late = f"server {url} did not answer {endpoint} within {timeout_s:g} s: it hangs or is overloaded"
-        return NoAnswer(f"{late}; raise rollout.request_timeout_s, or {look}")
-    if isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError):
-        return NoAnswer(f"server {url} closed the connection during {endpoint}: it died or was killed; {look}")
-    return RolloutError(f"server {url} failed at {endpoint}: {type(error).__name__}: {error}; {look}")
-
-
-_NEEDS_KEY = "give the server's key by --key-file, key_file or the environment variable " + VARIABLE
-REMEDIES: Mapping[int, str] = {401: _NEEDS_KEY, 403: _NEEDS_KEY}  # by the status of a refusal
-
-
-def read_json(
-    response: httpx.Response,
-    *,
-    url: str,
-    endpoint: str,
-    log: Path | None,
-    remedies: Mapping[int, str] = REMEDIES,
-    loads: Callable[[bytes], Any] = orjson.loads,
-) -> Any:
-    """The body, as `loads` reads it. Raises RolloutError for HTTP 4xx and 5xx and for a body that is not JSON."""
-    if response.status_code >= 400:
-        text = error_message(response.status_code, response.content)
-        if (remedy := remedies.get(response.status_code)) is not None:
-            text += f"; {remedy}"
-        look = f"; see {log_of(url, log)}" if log else ""
-        kind = {503: EngineEnded}.get(response.status_code, ServerBroke)
-        raise (kind if response.status_code >= 500 else RolloutError)(f"server {url} refused {endpoint}: {text}{look}")
-    try:
-        return loads(response.content) if response.content else None
-    except ValueError as e:
-        raise RolloutError(
-            f"server {url} answered {endpoint} with invalid JSON ({e}): does another program listen there?"
-        ) from None
-
-
-def check_plain(response: httpx.Response, *, url: str, endpoint: str) -> None:
-    """Raises RolloutError for a compressed reply, before its body is read: the decompressed size has no bound."""
-    coded = response.headers.get("content-encoding", "identity")
-    if coded != "identity":
-        raise RolloutError(f"server {url} compressed its reply to {endpoint} ({coded[:40]}): is there a proxy between?")
-
-
-def check_size(size: int, limit: int, *, url: str, endpoint: str) -> None:
-    """Raises RolloutError if `size`, the bytes of the body read so far, exceeds `limit`."""
-    if size > limit:
-        raise RolloutError(
-            f"server {url} answered {endpoint} with more than {limit:,} bytes, the limit for such a request: "
-            "does another program listen there?"
-        )
 
 
 class ServerClient(ABC):
@@ -175,12 +103,9 @@ class ServerClient(ABC):
         self._timeout_s = request_timeout_s
         self._log = log
         self._key = key
-        # No limit on connections: waiting for a free one would look like a server that hangs.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=KEEPALIVE_S)
         timeout = httpx.Timeout(request_timeout_s, connect=min(10.0, request_timeout_s))
-        self._http = httpx.AsyncClient(
-            base_url=self.url, limits=limits, timeout=timeout, trust_env=False, verify=tls(self.url)
-        )
+        transport = LargeReplies(tls=tls(self.url), keepalive_s=KEEPALIVE_S)
+        self._http = httpx.AsyncClient(base_url=self.url, timeout=timeout, trust_env=False, transport=transport)
 
     @abstractmethod
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
@@ -246,9 +171,7 @@ class ServerClient(ABC):
         response = await self._send(method, endpoint, body, limit)
         return read_json(response, url=self.url, endpoint=endpoint, log=self._log, remedies=self.remedies, loads=loads)
 
-    async def _send(
-        self, method: str, endpoint: str, body: Json | None = None, limit: int = REPLY_BYTES
-    ) -> httpx.Response:
+    async def _send(self, method: str, endpoint: str, body: Json | None = None, limit: int = REPLY_BYTES) -> Received:
         try:
             # httpx limits the time of each read, not of all: a very slow reply would never time out.
             async with asyncio.timeout(self._timeout_s):
@@ -266,16 +189,18 @@ class ServerClient(ABC):
 
     async def _read(
         self, method: str, endpoint: str, content: bytes | None, headers: Mapping[str, str], limit: int
-    ) -> httpx.Response:
+    ) -> Received:
         """The complete reply. Raises RolloutError for a compressed one, or for more than `limit` bytes."""
-        parts, size = [], 0
+        parts, size = list[bytes](), 0
         async with self._http.stream(method, endpoint, content=content, headers=headers) as response:
             check_plain(response, url=self.url, endpoint=endpoint)
+            # before there is memory for it
+            check_size(int(response.headers.get("content-length", 0)), limit, url=self.url, endpoint=endpoint)
             async for part in response.aiter_raw():
                 parts.append(part)
                 size += len(part)
                 check_size(size, limit, url=self.url, endpoint=endpoint)
-        return httpx.Response(response.status_code, content=b"".join(parts))
+        return Received(response.status_code, parts[0] if len(parts) == 1 else b"".join(parts))
 
 
 class SGLangClient(ServerClient):

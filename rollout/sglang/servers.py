@@ -24,7 +24,7 @@ from rollout.config import PublishConfig, RolloutConfig
 from rollout.guard import Task
 from rollout.server_key import ServerKey, environment_with
 from rollout.server_url import tls
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.layer_states import forward_hooks
 from rollout.sglang.ports import listeners
 from rollout.wire.bodies import request_bytes

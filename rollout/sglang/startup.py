@@ -18,8 +18,8 @@ import httpx
 from rollout.config import VLLM_VERSION
 from rollout.server_key import sglang_key_file
 from rollout.server_url import tls
-from rollout.sglang.client import RolloutError
 from rollout.sglang.format_support import check_directory
+from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.layer_states import HOOKS
 from rollout.sglang.phases import EMBEDDED, STOCK, VLLM, FollowedLog, Limit, last_error
 from rollout.sglang.ports import check_ports, free_port, stock_ports

@@ -21,7 +21,8 @@ from torch import Tensor
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
 from rollout.concurrency import all_or_first_error
 from rollout.seeds import seed_of
-from rollout.sglang.client import RolloutError, ServerClient, new_ids
+from rollout.sglang.client import ServerClient, new_ids
+from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.samples import RoutingShape, SampleReader, empty_samples, routing_rows, version_number
 from rollout.vllm.control import REMEDIES, check_reset, pause_query, served_model, weight_hashes
 from rollout.vllm.wire import generate_body, sampled_replies, scored_prompt

@@ -20,7 +20,8 @@ from miles_like.rewards.judges.http import Endpoint
 from miles_like.types import Unscored
 from rollout.publish.servers import ServerSet
 from rollout.server_url import _context, server_url, tls
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.http_replies import RolloutError
 from rollout.wire import endpoints
 from tests.support.fakes import FakeServer
 from tests.support.refusals import refuses

@@ -24,7 +24,8 @@ from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.publish.servers import ServerSet
 from rollout.server_key import ServerKey, sglang_key_file
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.http_replies import RolloutError
 from rollout.wire import endpoints
 from tests.sglang_cpu.serve import SPAWNED
 from tests.sglang_cpu.served import START_S, serve

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from miles_like.types import Finish, Prompt, Sample, SamplingParams
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.phases import VLLM, FollowedLog
 from rollout.vllm.client import VLLMClient
 from rollout.wire.control import PauseMode

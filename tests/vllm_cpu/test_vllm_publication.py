@@ -20,7 +20,7 @@ import torch
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams
 from rollout.publish.directory.vllm_reload import reload_weights
 from rollout.publish.servers import ServerSet
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 from rollout.vllm.client import VLLMClient
 from rollout.wire.control import PauseMode
 from tests.support.refusals import refuses

@@ -26,7 +26,7 @@ from rollout.publish.directory.shares import Shares
 from rollout.publish.publication import PublishTarget, Sent
 from rollout.publish.publisher import compare_checksums, flush_cache
 from rollout.publish.servers import ServerSet, Stage, servers_of, states_of
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 from rollout.wire import endpoints
 from rollout.wire.control import PauseRequest, UpdateFromDisk
 from rollout.wire.deltas import DELTA, DeltaConfig

@@ -21,7 +21,7 @@ from rollout.publish.servers import (
     serve_again,
     servers_of,
 )
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 from rollout.wire import endpoints
 from rollout.wire.control import PauseMode, PauseRequest, UpdateFromDisk
 

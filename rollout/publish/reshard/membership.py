@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, TCPStore, Work  # type: ignore[attr-defined]
 
 from rollout.publish.group import first_line
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 from rollout.wire.groups import join_group, leave_group
 
 

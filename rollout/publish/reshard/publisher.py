@@ -34,7 +34,7 @@ from rollout.publish.reshard.source import Prepared, Source, largest, of_bundles
 from rollout.publish.reshard.talk import Talk
 from rollout.publish.servers import ServerSet
 from rollout.server_key import ServerKey
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 from rollout.wire import endpoints
 from rollout.wire.replies import Json
 from rollout.wire.reshard.requests import (

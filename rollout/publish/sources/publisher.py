@@ -22,7 +22,7 @@ from rollout.publish.servers import ServerSet
 from rollout.publish.sources.part import Part
 from rollout.publish.sources.turns import Kind, Message, Silent, Stopped, Turns
 from rollout.publish.transports import Send
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 
 
 class SourcesPublisher(TensorPublisher):

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from miles_like.protocols import Board
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 
 _PIECE_S = 60.0  # of a wait, after which it looks whether turns go on
 

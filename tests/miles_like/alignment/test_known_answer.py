@@ -21,7 +21,7 @@ from torch import Tensor
 from miles_like.alignment.known_answer import KnownAnswer, text_of
 from miles_like.alignment.server_checks import RunChecks
 from miles_like.types import PublishReport, ServerFault
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.samples import RoutingShape
 from tests.support.refusals import refuses
 

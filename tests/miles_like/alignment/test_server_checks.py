@@ -18,7 +18,7 @@ from rich.console import Console
 from miles_like.alignment.live import Comparison as LiveComparison
 from miles_like.alignment.server_checks import RunChecks, differing
 from miles_like.types import Prompt, PublishReport, SamplingParams
-from rollout.sglang.client import NoAnswer
+from rollout.sglang.http_replies import NoAnswer
 from rollout.wire.control import ChecksumReply, RankReply
 from tests.support.fakes import FakeEngine
 from tests.support.refusals import refuses

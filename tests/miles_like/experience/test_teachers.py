@@ -31,7 +31,8 @@ from miles_like.types import (
     TrainBatch,
     VersionSpan,
 )
-from rollout.sglang.client import EngineEnded, NoAnswer, RolloutError, SGLangClient
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.http_replies import EngineEnded, NoAnswer, RolloutError
 from rollout.wire.scores import PromptScores
 from tests.support.embedded_fixtures import oracle, save, served, service
 from tests.support.refusals import refuses

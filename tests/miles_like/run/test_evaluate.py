@@ -16,7 +16,8 @@ import pytest
 
 from miles_like.cli import app
 from miles_like.run.evaluate import stop_tokens
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.servers import ServerLaunch
 from tests.support.cli_runner import CliRunner
 from tests.support.embedded_fixtures import oracle, save, served, service

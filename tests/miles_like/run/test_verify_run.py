@@ -15,7 +15,8 @@ import pytest
 from miles_like.alignment.live import opaque_evidence
 from miles_like.run.verify import VerifyOptions, VerifyRun, check_attached
 from rollout.config import RolloutConfig
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.ports import free_port
 from rollout.wire.control import ChecksumReply, ModelInfo, RankReply
 from tests.support.refusals import Facts, refuses

@@ -9,7 +9,7 @@ import pytest
 
 from miles_like.types import SamplingParams
 from rollout.episodes.pool import EnginePool
-from rollout.sglang.client import NoAnswer, RolloutError
+from rollout.sglang.http_replies import NoAnswer, RolloutError
 from tests.support.fakes import FakeEngine, make_prompt
 from tests.support.refusals import refuses
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.http_replies import RolloutError
 from tests.support.fakes import ROUTING, FakeServer, make_prompt
 from tests.support.refusals import Facts, refuses
 

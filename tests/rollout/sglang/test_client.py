@@ -13,7 +13,8 @@ import pytest
 import rollout.sglang.client
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, VersionSpan
 from rollout.seeds import seed_of
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.http_replies import RolloutError
 from rollout.wire import endpoints
 from rollout.wire.control import PauseMode
 from tests.support.fakes import ROUTING, FakeServer, make_prompt

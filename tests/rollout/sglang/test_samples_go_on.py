@@ -23,7 +23,8 @@ from miles_like.types import Finish, NamedTensor, Prompt, Sample, SamplingParams
 from rollout.embedded.engine.engine import Engine
 from rollout.embedded.engine.requests import Completed
 from rollout.embedded.server.service import Service
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.samples import RoutingShape, SampleReader, empty_sample, row_versions
 from rollout.wire.control import PauseMode
 from rollout.wire.generate import GenerateReply, WireSpan

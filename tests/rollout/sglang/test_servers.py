@@ -18,7 +18,7 @@ import pytest
 
 from rollout.config import EmbeddedFlags, RolloutConfig, SGLangFlags
 from rollout.sglang import servers, startup
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.ports import free_port
 from rollout.sglang.servers import ServerHandle, ServerLaunch, check_port, embedded_command, sglang_command
 from rollout.sglang.startup import launch_server

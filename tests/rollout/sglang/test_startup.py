@@ -22,7 +22,7 @@ import pytest
 
 from rollout.config import RolloutConfig, SGLangFlags, VLLMFlags
 from rollout.sglang import startup
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.phases import STOCK, FollowedLog, last_error
 from rollout.sglang.ports import free_blocks, free_port
 from rollout.sglang.servers import ServerLaunch

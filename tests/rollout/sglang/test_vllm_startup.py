@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from rollout.config import RolloutConfig, VLLMFlags
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.servers import ServerLaunch
 from rollout.sglang.startup import launch_server
 from tests.support.refusals import refuses

@@ -15,7 +15,7 @@ import torch
 
 from miles_like.types import Finish, Prompt, Sample, SamplingParams, VersionSpan
 from rollout.seeds import seed_of
-from rollout.sglang.client import RolloutError
+from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.samples import RoutingShape
 from rollout.vllm.client import VLLMClient
 from tests.support.fake_vllm import GENERATE, FakeVLLM

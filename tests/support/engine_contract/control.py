@@ -9,7 +9,8 @@ import pytest
 
 from miles_like.types import Finish, Prompt, Sample, VersionSpan
 from rollout.sglang import client as client_module
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.http_replies import RolloutError
 from rollout.wire.control import PauseMode
 from tests.support.engine_contract.served_engine import LONG, WAITS_S, A, B, ServedEngine, params
 from tests.support.refusals import refuses

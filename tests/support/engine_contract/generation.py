@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from miles_like.types import Finish, Sample, VersionSpan
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.http_replies import RolloutError
 from tests.support.engine_contract.served_engine import A, B, ServedEngine, params
 from tests.support.refusals import refuses
 

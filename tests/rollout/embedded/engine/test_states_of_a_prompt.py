@@ -18,7 +18,8 @@ from miles_like.types import SamplingParams
 from rollout.embedded.engine import engine as engine_module
 from rollout.embedded.engine.engine import Engine
 from rollout.embedded.engine.requests import specs_of
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.http_replies import RolloutError
 from rollout.wire.generate import GenerateRequest
 from tests.support.embedded_fixtures import oracle, run, save, served, service, spec
 from tests.support.refusals import refuses

@@ -26,7 +26,8 @@ from rollout.publish.publisher import TensorPublisher
 from rollout.publish.servers import ServerSet
 from rollout.server_key import VARIABLE, ServerKey, given_key, read_key, sglang_key_file
 from rollout.sglang import servers
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.ports import free_port
 from rollout.wire import endpoints
 from tests.support.fakes import wait_until

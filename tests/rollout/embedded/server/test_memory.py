@@ -27,7 +27,8 @@ from quant.stream import quantize_stream
 from rollout.embedded.engine.requests import Completed
 from rollout.embedded.server.service import Service
 from rollout.sglang import client as client_module
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.http_replies import RolloutError
 from rollout.wire.bodies import MemoryTag
 from rollout.wire.control import encode_safetensors
 from tests.support.embedded_fixtures import QWEN_MOE, Held, oracle, run, save, served, service, spec

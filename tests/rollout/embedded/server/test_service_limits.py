@@ -27,7 +27,8 @@ from rollout.embedded.server.log_limit import LogLimit
 from rollout.embedded.server.service import Service
 from rollout.embedded.server.worker import EngineStopped, EngineWorker
 from rollout.episodes.pool import EnginePool
-from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.http_replies import RolloutError
 from rollout.wire.bodies import request_bytes
 from rollout.wire.generate import GenerateReply, GenerateRequest, WireSpan, check_tokens, reply_bytes
 from tests.support.embedded_fixtures import oracle, save, served, service, spec
