@@ -166,7 +166,7 @@ class ServerClient(ABC):
         body: Json | None = None,
         *,
         limit: int = REPLY_BYTES,
-        loads: Callable[[bytes], Any] = orjson.loads,
+        loads: Callable[[bytes | memoryview], Any] = orjson.loads,
     ) -> Any:
         response = await self._send(method, endpoint, body, limit)
         return read_json(response, url=self.url, endpoint=endpoint, log=self._log, remedies=self.remedies, loads=loads)

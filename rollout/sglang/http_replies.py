@@ -23,7 +23,7 @@ class Received(NamedTuple):
     """A reply without its headers."""
 
     status_code: int
-    content: bytes
+    content: bytes | memoryview
 
 
 class RolloutError(RuntimeError):
@@ -72,11 +72,11 @@ def read_json(
     endpoint: str,
     log: Path | None,
     remedies: Mapping[int, str] = REMEDIES,
-    loads: Callable[[bytes], Any] = orjson.loads,
+    loads: Callable[[bytes | memoryview], Any] = orjson.loads,
 ) -> Any:
     """The body, as `loads` reads it. Raises RolloutError for HTTP 4xx and 5xx and for a body that is not JSON."""
     if response.status_code >= 400:
-        text = error_message(response.status_code, response.content)
+        text = error_message(response.status_code, bytes(response.content))
         if (remedy := remedies.get(response.status_code)) is not None:
             text += f"; {remedy}"
         look = f"; see {log_of(url, log)}" if log else ""

@@ -13,9 +13,10 @@ import orjson
 _KEY = b'"routed_experts"'
 _QUOTE = ord('"')
 _BLANK = b" \t\r\n"
+_WINDOW = 1 << 20  # bytes that are searched at a time
 
 
-def read_generated(content: bytes) -> Any:
+def read_generated(content: bytes | memoryview) -> Any:
     """As orjson.loads, except that the `routed_experts` of each reply's `meta_info` is a view [bytes] of `content`
     where it is a string. Raises ValueError for what is not JSON."""
     whole, kept, views = memoryview(content), list[memoryview | bytes](), list[memoryview]()
@@ -34,17 +35,17 @@ def read_generated(content: bytes) -> Any:
     return body
 
 
-def _strings(content: bytes) -> list[tuple[int, int]]:
+def _strings(content: bytes | memoryview) -> list[tuple[int, int]]:
     """[begin, end) of each string that is the value of `_KEY`. Within a string of JSON that key's quotes would be
     escaped, so that it is found nowhere else."""
     found, at = [], 0
-    while (at := content.find(_KEY, at)) >= 0:
+    while (at := _find(content, _KEY, at)) >= 0:
         at = _after(content, at + len(_KEY))
         if content[at : at + 1] != b":":
             continue
         at = _after(content, at + 1)
         if at < len(content) and content[at] == _QUOTE:
-            end = content.find(b'"', at + 1)
+            end = _find(content, b'"', at + 1)
             if end < 0:  # not JSON, which the parser says
                 break
             found.append((at + 1, end))
@@ -52,7 +53,18 @@ def _strings(content: bytes) -> list[tuple[int, int]]:
     return found
 
 
-def _after(content: bytes, at: int) -> int:
+def _find(content: bytes | memoryview, what: bytes, at: int) -> int:
+    """As bytes.find, which a memoryview lacks."""
+    if isinstance(content, bytes):
+        return content.find(what, at)
+    for begin in range(at, len(content), _WINDOW):
+        place = bytes(content[begin : begin + _WINDOW + len(what) - 1]).find(what)
+        if place >= 0:
+            return begin + place
+    return -1
+
+
+def _after(content: bytes | memoryview, at: int) -> int:
     """The first place from `at` on that is not blank."""
     while content[at : at + 1] and content[at] in _BLANK:
         at += 1

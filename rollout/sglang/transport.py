@@ -16,10 +16,16 @@ from typing import cast
 
 import httptools
 import httpx
+import numpy as np
 
 _SCRATCH = 64 << 10  # bytes of a read, but for a body of known length
 _IDLE = 32  # connections to one server that are kept
 Origin = tuple[str, str, int]
+
+
+def _memory(nbytes: int) -> memoryview:
+    """numpy asks for huge pages, with which 86 MB are there in 15 ms; a bytearray takes 75 ms for its pages."""
+    return memoryview(np.empty(nbytes, np.uint8))
 
 
 class _Connection(asyncio.BufferedProtocol):
@@ -47,11 +53,12 @@ class _Connection(asyncio.BufferedProtocol):
             await self._progress(timeout_s)
 
     async def body(self, timeout_s: float | None) -> AsyncIterator[bytes]:
-        """In one part if its length is known, else as it comes. Raises httpx.TransportError."""
+        """In one part, a memoryview, if its length is known and it has not come with the head; else as it comes. Raises
+        httpx.TransportError."""
         if self._length is not None and not self._complete:
-            whole, at = bytearray(self._length), sum(map(len, self._parts))
+            whole, at = _memory(self._length), sum(map(len, self._parts))
             whole[:at] = b"".join(self._parts)
-            self._rest = memoryview(whole)[at:]
+            self._rest = whole[at:]
             while not self._complete:
                 await self._progress(timeout_s)
             yield cast(bytes, whole)

@@ -21,7 +21,6 @@ from miles_like.types import Finish, SamplingParams
 from rollout.wire.bodies import NOT_SERVED, GenerateBody, SamplingBody, read
 from rollout.wire.endpoints import GENERATE
 from rollout.wire.replies import Json, an_object, need
-from routing_replay.wire import Base64
 
 MIN_TEMPERATURE = 1e-6  # below it SGLang samples greedily
 
@@ -202,7 +201,7 @@ class GenerateReply:
     weight_versions: tuple[WireSpan, ...]  # cover [0, R) without gaps
     matched: int | None = None  # the stop token
     text: str | None = None  # None: a server without a tokenizer
-    routed_experts: Base64 | None = None  # RoutingTrace.from_wire reads it
+    routed_experts: str | memoryview | None = None  # RoutingTrace.from_wire reads it
     row_versions: RowVersions | None = None  # of `routed_experts`; None: a stock server
     routed_weights: str | None = None  # base64 of fp32 [rows, all layers, K]: gate weights of `routed_experts`
     cached_tokens: int = 0

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from rollout.wire.endpoints import GENERATE
 from rollout.wire.generate import read_logprobs
 from rollout.wire.replies import Json, an_object, need
-from routing_replay.wire import Base64
 
 
 class PromptTop(NamedTuple):
@@ -46,7 +45,7 @@ class PromptScores:
 
     logprobs: NDArray[np.float32]  # [S-1-A] natural log, of raw logits
     top: PromptTop | None  # None: not requested
-    routed_experts: Base64 | None  # RoutingTrace.from_wire reads it
+    routed_experts: str | memoryview | None  # RoutingTrace.from_wire reads it
 
 
 def prompt_entries(logprobs: Sequence[float], tokens: Sequence[int], top: PromptTop | None) -> Json:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.sglang import payloads
 from rollout.sglang.payloads import read_generated
 
 TEXTS = st.text() | st.sampled_from(['"routed_experts":"#0"', "routed_experts", '\\"routed_experts\\":\\"', "#0"])
@@ -36,10 +37,12 @@ def plain(body: Any) -> Any:
 
 
 @settings(deadline=None)
-@given(REPLIES | st.lists(REPLIES, min_size=1, max_size=4), st.sampled_from(WRITERS))
-def test_every_reply_is_read_as_by_the_parser(body: Any, write: Callable[[Any], bytes]) -> None:
+@given(REPLIES | st.lists(REPLIES, min_size=1, max_size=4), st.sampled_from(WRITERS), st.integers(0, 40))
+def test_every_reply_is_read_as_by_the_parser(body: Any, write: Callable[[Any], bytes], window: int) -> None:
     content = write(body)
-    found = read_generated(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(payloads, "_WINDOW", window)
+        found = read_generated(memoryview(content) if window else content)
     for reply in found if isinstance(found, list) else [found]:
         assert not isinstance(reply["meta_info"].get("routed_experts"), str)
     assert plain(found) == json.loads(content)

@@ -1,0 +1,178 @@
+"""Processor time of a client for a sample, from the server's bytes to the sample that is trained on.
+
+A process replays replies of stock SGLang 0.5.23 in the shape of DeepSeek-V3 (61 layers, 58 of them with experts, top 8
+of 256): tokens, log-probs, and the routes of all rows as base64 of int32. A client (rollout/sglang/client.py) asks for
+samples of 1k, 8k and 32k tokens, one after the other. Its processor time is measured beside that of plain parts in the
+same round: httpx's own transport, orjson, the standard library's base64 and a narrowing copy, without a single check.
+Each figure is the median over the rounds; the first round does not count.
+
+    python benchmarks/data_plane.py [--quick] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import multiprocessing
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import orjson
+import torch
+from figures import add_write, finish
+
+from miles_like.types import Prompt, SamplingParams
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.samples import RoutingShape
+from rollout.wire import endpoints
+
+SHAPE = RoutingShape(num_layers=61, moe_layers=tuple(range(3, 61)), top_k=8, num_experts=256)
+VOCABULARY, PROMPT = 129_280, 512
+SIZES = {"1k": 1 << 10, "8k": 8 << 10, "32k": 32 << 10}
+GOALS = {"client_32k_ms_max": 120.0, "written_of_received_max": 2.0}
+RID = b"0" * 32
+
+
+class Recorded(NamedTuple):
+    """A reply around its id."""
+
+    before: bytes
+    after: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.before) + len(RID) + len(self.after)
+
+
+def recorded(tokens: int) -> Recorded:
+    rng, r = np.random.default_rng(tokens), tokens - PROMPT
+    routes = np.zeros((tokens - 1, SHAPE.num_layers, SHAPE.top_k), "<i4")
+    first = rng.integers(0, SHAPE.num_experts, (tokens - 1, len(SHAPE.moe_layers)))
+    for k in range(SHAPE.top_k):  # eight different ones
+        routes[:, list(SHAPE.moe_layers), k] = (first + 31 * k) % SHAPE.num_experts
+    ids, logprobs = rng.integers(0, VOCABULARY, r).tolist(), (-rng.random(r)).astype(np.float32).tolist()
+    meta = {
+        "id": RID.decode(),
+        "finish_reason": {"type": "length", "length": r},
+        "prompt_tokens": PROMPT,
+        "completion_tokens": r,
+        "cached_tokens": 0,
+        "num_retractions": 0,
+        "weight_version": "3",
+        "weight_versions": [{"version": "3", "start": 0, "end": r}],
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[p, t, None] for p, t in zip(logprobs, ids, strict=True)],
+        "output_token_logprobs_length": r,
+        "routed_experts": base64.b64encode(routes.tobytes()).decode(),
+    }
+    before, after = orjson.dumps({"text": "text" * r, "output_ids": ids, "meta_info": meta}).split(RID)
+    return Recorded(before, after)
+
+
+def _answers(connection: socket.socket, reply: Recorded) -> None:
+    with connection, connection.makefile("rb") as lines:
+        while lines.readline():
+            length = 0
+            while (line := lines.readline().lower().strip()) != b"":
+                if line.startswith(b"content-length"):
+                    length = int(line.split(b":")[1])
+            rid = orjson.loads(lines.read(length))["rid"][0].encode()
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % reply.nbytes)
+            for part in (reply.before, rid, reply.after):
+                connection.sendall(part)
+
+
+def _serve(listening: socket.socket, reply: Recorded) -> None:
+    while True:
+        connection, _ = listening.accept()
+        threading.Thread(target=_answers, args=(connection, reply), daemon=True).start()
+
+
+@contextlib.contextmanager
+def replayed(reply: Recorded) -> Iterator[str]:
+    """The URL of a process that answers every request with `reply` under the request's id."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        process = multiprocessing.get_context("fork").Process(target=_serve, args=(listening, reply), daemon=True)
+        process.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            process.kill()
+            process.join()
+
+
+async def by_client(url: str, tokens: int, count: int) -> float:
+    """Seconds of this process for a sample."""
+    client = SGLangClient(url, routing=SHAPE, vocabulary=VOCABULARY, request_timeout_s=600.0, samples_from="client")
+    prompt, params = Prompt(id="p", token_ids=tuple(range(PROMPT)), answer=""), SamplingParams(max_new_tokens=tokens)
+    try:
+        await client.generate([prompt], n=1, params=params)  # connects
+        began = time.process_time()
+        for _ in range(count):
+            (group,) = await client.generate([prompt], n=1, params=params)
+            assert len(group.samples[0].token_ids) == tokens
+        return (time.process_time() - began) / count
+    finally:
+        await client.close()
+
+
+async def by_plain_parts(url: str, tokens: int, count: int) -> float:
+    """Seconds of this process for a sample that is not checked."""
+    async with httpx.AsyncClient(timeout=600.0, trust_env=False) as client:
+        began = time.process_time()
+        for _ in range(count):
+            reply: Any = (await client.post(url + endpoints.GENERATE, json={"rid": [RID.decode()]})).content
+            meta = orjson.loads(reply)["meta_info"]
+            raw = base64.b64decode(meta["routed_experts"], validate=True)
+            wire = np.frombuffer(raw, "<i4").reshape(-1, SHAPE.num_layers, SHAPE.top_k)
+            routes = wire[:, list(SHAPE.moe_layers)].astype(np.uint8)
+            logprobs = np.asarray([row[0] for row in meta["output_token_logprobs"]], np.float32)
+            assert len(routes) == tokens - 1 and len(logprobs) == tokens - PROMPT
+        return (time.process_time() - began) / count
+
+
+def written(reply: Recorded, tokens: int) -> float:
+    """Bytes that reading a reply writes, for each byte received: the body, what the JSON parser gets of it, decoded
+    routes and narrow ones."""
+    values = (tokens - 1) * SHAPE.top_k
+    routes = values * SHAPE.num_layers * 4
+    rest = reply.nbytes - routes // 3 * 4
+    return (reply.nbytes + 2 * rest + routes + values * len(SHAPE.moe_layers)) / reply.nbytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    add_write(parser)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rounds, figures = 2 if given.quick else 6, dict[str, float]()
+    for name, tokens in SIZES.items():
+        reply, count = recorded(tokens), max(2, (64 << 10) // tokens)
+        with replayed(reply) as url:
+            pairs = [
+                (asyncio.run(by_client(url, tokens, count)), asyncio.run(by_plain_parts(url, tokens, count)))
+                for _ in range(rounds)
+            ][1:]
+        own = statistics.median(a for a, _ in pairs)
+        figures |= {
+            f"client_{name}_ms": own * 1e3,
+            f"plain_parts_{name}_of_client": statistics.median(b / a for a, b in pairs),
+            f"client_{name}_mb_s": reply.nbytes / own / 1e6,
+            f"client_{name}_tokens_s": tokens / own,
+        }
+    figures["written_of_received"] = written(reply, tokens)
+    holds = all(figures[key.removesuffix("_max")] <= goal for key, goal in GOALS.items())
+    finish("data_plane", figures, GOALS, holds)
+
+
+if __name__ == "__main__":
+    main()
