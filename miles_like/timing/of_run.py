@@ -92,6 +92,7 @@ def step_setup(run: RunConfig, hf: HFConfig, facts: Facts) -> StepSetup:
         colocated=colocated,
         staleness=float(run.buffer.slack),
         ahead=run.buffer.over_sampling,
+        loads_beside=run.publish.during_training,
         rounds=run.in_lockstep,
         reward=RewardSetup(seconds=facts.reward_s, at_once=run.reward.concurrency or CALLS),
     )

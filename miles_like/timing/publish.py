@@ -36,6 +36,7 @@ from miles_like.timing.rates.links import Group, broadcast, group_of, link, ring
 from miles_like.timing.rates.roofline import moved
 from miles_like.timing.shape import ModelShape
 
+READING = "reading"  # the servers' term of "disk", which needs no trainer
 Path = Literal["tensor", "disk", "ipc", "distributed", "delta", "reshard"]
 BF16 = 2
 
@@ -89,7 +90,7 @@ def publish_time(shape: ModelShape, setup: PublishSetup) -> Phase:
     if setup.path == "disk":
         write = encoded / writing_rate(setup)
         # gathered in pieces while they are written
-        return Phase({"gather and writing": max(gather, write), "reading": encoded / reading_rate(setup)})
+        return Phase({"gather and writing": max(gather, write), READING: encoded / reading_rate(setup)})
     if setup.path == "ipc":
         return Phase({"gather": gather, "loading": _loading(encoded, setup)})
     if setup.path == "distributed":

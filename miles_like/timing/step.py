@@ -7,7 +7,7 @@ from typing import Literal
 
 from miles_like.timing.engine import EngineSetup
 from miles_like.timing.phase import NOTHING, Phase, together
-from miles_like.timing.publish import PublishSetup, publish_time, served_bytes
+from miles_like.timing.publish import READING, PublishSetup, publish_time, served_bytes
 from miles_like.timing.rates.calibration import HOST, REACHED
 from miles_like.timing.rollout import rollout_time, steady_rollout_time
 from miles_like.timing.shape import ModelShape
@@ -43,6 +43,8 @@ class StepSetup:
     """Steps by which samples may be older than the weights that they train."""
     ahead: float | None = None
     """Requests that are outstanding beyond those of a step, as a share of these; None: `staleness`."""
+    loads_beside: bool = False
+    """Servers load a version while the next step trains (publish.during_training)."""
     rounds: bool = False
     """A step's samples are requested together, and the next ones only after the last of them has ended ("lockstep")."""
     reward: RewardSetup = RewardSetup()
@@ -72,6 +74,8 @@ class StepTime:
     """Of forward and backward of these tokens, without recomputation."""
     peak: float
     """BF16 FLOP/s of a device."""
+    loads_beside: bool = False
+    """As in `StepSetup`."""
 
     @property
     def phases(self) -> dict[str, Phase]:
@@ -88,9 +92,22 @@ class StepTime:
         return self.passes.seconds + self.train.seconds
 
     @property
+    def _sides(self) -> tuple[dict[str, Phase], dict[str, Phase], dict[str, Phase]]:
+        """With overlap "beside": the phases of the servers, those of the trainer, and those that both wait for."""
+        servers = {"rollout": self.rollout, "reward": self.reward}
+        trainer = {"passes": self.passes, "train": self.train}
+        if not self.loads_beside:
+            return servers, trainer, {"publish": self.publish}
+        terms = self.publish.terms
+        servers["publish"] = Phase({name: value for name, value in terms.items() if name == READING})
+        trainer["publish"] = Phase({name: value for name, value in terms.items() if name != READING})
+        return servers, trainer, {}
+
+    @property
     def seconds(self) -> float:
         if self.overlap == "beside":
-            return max(self.sampling, self.training) + self.publish.seconds
+            servers, trainer, both = (sum(phase.seconds for phase in side.values()) for side in self._sides)
+            return max(servers, trainer) + both
         return self.sampling + self.training + self.turns.seconds + self.publish.seconds
 
     @property
@@ -98,8 +115,8 @@ class StepTime:
         """Names of the longest phase that the step waits for and of its longest term: "rollout: experts"."""
         waited = self.phases
         if self.overlap == "beside":
-            hidden = ("passes", "train") if self.sampling > self.training else ("rollout", "reward")
-            waited = {name: phase for name, phase in waited.items() if name not in hidden}
+            *sides, both = self._sides
+            waited = max(sides, key=lambda side: sum(phase.seconds for phase in side.values())) | both
         name = max(waited, key=lambda n: waited[n].seconds)
         return f"{name}: {waited[name].decides}"
 
@@ -149,6 +166,7 @@ def step_time(shape: ModelShape, setup: StepSetup) -> StepTime:
         tokens=load.tokens,
         model_flops=_model_flops(shape, load) / (p.tp * p.pp * p.cp * p.dp),
         peak=train.layer.device.bf16,
+        loads_beside=setup.loads_beside,
     )
 
 

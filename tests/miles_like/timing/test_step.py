@@ -66,6 +66,18 @@ def test_separate_pools_take_the_longer_side_and_the_publication() -> None:
     assert step_time(SMALL, setup(colocated=False)).overlap == "none"
 
 
+def test_servers_that_load_beside_the_next_step_delay_sampling_and_not_training() -> None:
+    disk = replace(setup().publish, path="disk")
+    waits = setup(colocated=False, staleness=1.0, publish=disk)
+    for passes in (0.01, 100.0):  # sampling, or training, takes longer
+        one = replace(waits, train=replace(waits.train, passes=passes))
+        time, beside = step_time(SMALL, one), step_time(SMALL, replace(one, loads_beside=True))
+        load = time.publish.terms["reading"]
+        longer = max(time.sampling + load, time.training + time.publish.seconds - load)
+        assert beside.seconds == pytest.approx(longer) and beside.seconds < time.seconds
+        assert beside.decides.split(":")[0] in (("passes", "train") if passes > 1 else ("rollout", "publish"))
+
+
 def test_turns_with_partial_rollouts_wait_for_no_tail() -> None:
     sync, partial = step_time(SMALL, setup()), step_time(SMALL, setup(staleness=4.0))
     assert overlap_of(setup(staleness=4.0)) == "partial" and partial.rollout.seconds < sync.rollout.seconds
