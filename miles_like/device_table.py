@@ -167,5 +167,5 @@ DEVICES: Mapping[str, Device] = {d.name: d for d in (_A100, _H100, _H200, _B200,
 def device(name: str) -> Device:
     """The device of this name. Raises ValueError, with the known ones, for another."""
     if name not in DEVICES:
-        raise ValueError(f"device {name!r} is in no table: choose one of {', '.join(DEVICES)}")
+        raise ValueError(f"unknown device {name!r}: choose one of {', '.join(DEVICES)}")
     return DEVICES[name]

@@ -63,13 +63,13 @@ def load(name: str, *protocols: type, key: str, known: Mapping[str, Callable[[],
     if name.startswith(GIVEN):
         if name not in _given:
             raise ValueError(
-                f"{key} {name!r} is a function that Python code passed to miles_like.train, and this process has none "
-                "of that name: pass it again, or name one that can be imported"
+                f"{key} {name!r} is a function that Python code passed to miles_like.train, but this process has "
+                "no function of that name: pass it again, or use an import path"
             )
         return _fitting(_given[name], protocols, label=f"{key} {name!r}")
     if ":" not in name:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        meant = f": did you mean {near[0]!r}? Known: {', '.join(known)}, {FORMS}" if near else f": want {FORMS}"
+        meant = f": did you mean {near[0]!r}? Known: {', '.join(known)}, {FORMS}" if near else f": expected {FORMS}"
         raise ValueError(f"unknown {key} {name!r}{meant}")
     where, _, attribute = name.rpartition(":")
     module = _module(where, label=f"{key} {name!r}")
@@ -84,7 +84,7 @@ def load(name: str, *protocols: type, key: str, known: Mapping[str, Callable[[],
 def misfit(found: Any, protocol: type) -> str | None:
     """Why `found` cannot be called with the arguments of `protocol.__call__`; None: it can."""
     if not callable(found):
-        return f"it is {found!r}, which cannot be called"
+        return f"it is {found!r}, which is not callable"
     parameters = list(inspect.signature(protocol.__call__).parameters.values())[1:]  # without self
     keywords = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
     positional = [p.name for p in parameters if p.name not in keywords]
@@ -107,14 +107,14 @@ def _fitting(found: Any, protocols: tuple[type, ...], *, label: str) -> Any:
             inspect.signature(found).bind()
         except TypeError as e:
             raise ValueError(
-                f"{label} is a class that cannot be instantiated without arguments ({e}): give each a default"
+                f"{label} is a class that cannot be instantiated without arguments ({e}): give each argument a default"
             ) from e
         try:
             found = found()
         except Exception as e:  # as in _module
             raise ValueError(f"{label}: instantiating it raised {raised(e)}") from e
     if not callable(found):
-        raise ValueError(f"{label} is {found!r}, which cannot be called: name a function, or a class with __call__")
+        raise ValueError(f"{label} is {found!r}, which is not callable: specify a function, or a class with __call__")
     wrong = [misfit(found, p) for p in protocols]
     if protocols and None not in wrong:
         raise ValueError(f"{label}: {', nor: '.join(str(w) for w in wrong)}; see docs/extending.md")
@@ -134,7 +134,7 @@ def _module(where: str, *, label: str) -> ModuleType:
         if where.endswith(".py"):
             raise ValueError(f"{label}: {e}") from e
         raise ValueError(
-            f"{label}: {e}; check that it can be imported from here, or name its file: path/to/file.py:name"
+            f"{label}: {e}; install it or add it to PYTHONPATH, or use the path of its file: path/to/file.py:name"
         ) from e
     except (Exception, SystemExit) as e:  # the user's code may raise anything
         raise ValueError(f"{label}: importing {where} raised {raised(e)}") from e

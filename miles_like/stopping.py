@@ -113,12 +113,10 @@ class Deadline:
         return self._step_s if self._save_s is None else self._save_s
 
     def _ask(self, left: float) -> None:
-        save = (
-            "no save yet, assumed to take as long as a step" if self._save_s is None else f"save {self._save_s:.1f} s"
-        )
+        save = "a save is assumed to take as long as a step" if self._save_s is None else f"save {self._save_s:.1f} s"
         total = self._step_s + self._reserve
         self._stop.ask(
-            f"checkpoint.deadline_s = {self._seconds:g}: {left:.1f} s are left, the longest step took "
+            f"checkpoint.deadline_s = {self._seconds:g}: {left:.1f} s remain, the longest step took "
             f"{self._step_s:.1f} s, {save}: {total:.1f} s together",
             TRY_AGAIN,
         )

@@ -74,7 +74,7 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if not self.token_ids:
-            raise ValueError(f"prompt {self.id!r} has no tokens: give it a non-empty prompt text")
+            raise ValueError(f"prompt {self.id!r} has no tokens: use a non-empty prompt text")
 
 
 class Unit(StrEnum):
@@ -116,7 +116,7 @@ class Observation:
 
     def __post_init__(self) -> None:
         if sum((bool(self.text), bool(self.token_ids), self.ends)) != 1:
-            raise ValueError(f"{self}: give one of text, token_ids and ends = True")
+            raise ValueError(f"{self}: set text, token_ids or ends = True")
         if self.reward is not None and not (self.ends and math.isfinite(self.reward)):
             raise ValueError(f"{self}: a reward is a finite number, given when the episode ends")
 
@@ -160,9 +160,9 @@ class Sample:
                 f"{s} tokens, {len(self.loss_mask)} mask, {len(self.logprobs)} log-probs"
             )
         if s and bool(self.loss_mask[0]):
-            raise ValueError(f"sample {self.name}: token 0 has no predecessor to be predicted from")
+            raise ValueError(f"sample {self.name}: token 0 cannot be a loss token, because no token precedes it")
         if self.routing is not None and len(self.routing) != s - 1:
-            raise ValueError(f"sample {self.name}: {len(self.routing)} routing rows for {s} tokens; want {s - 1}")
+            raise ValueError(f"sample {self.name}: {len(self.routing)} routing rows for {s} tokens, expected {s - 1}")
         more = dict(self.streams) if self.candidates is None else {**self.streams, "candidates": self.candidates}
         for name, stream in more.items():
             if stream.shape[0] != s:

@@ -16,8 +16,8 @@ _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDEN
 _PLAIN = {
     "PKEY": "the partition of an InfiniBand network, a number: NCCL_IB_PKEY, UCX_IB_PKEY",
     "TOKENIZER": "a setting of a tokenizer: SGLANG_PATCH_TOKENIZER",
-    "TOKENIZERS": "the same: TOKENIZERS_PARALLELISM",
-    "DETOKENIZER": "the same: SGLANG_DETOKENIZER_MAX_STATES",
+    "TOKENIZERS": "a setting of a tokenizer: TOKENIZERS_PARALLELISM",
+    "DETOKENIZER": "a setting of a tokenizer: SGLANG_DETOKENIZER_MAX_STATES",
 }
 # before TOKENS in a name: a number of tokens, as SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK
 _COUNTS = ("MAX", "MIN", "NUM")

@@ -142,7 +142,7 @@ def store_config(config: RunConfig, path: Path) -> None:
             raise
         free = shutil.disk_usage(path.parent).free
         raise ValueError(
-            f"{path}: no space left ({free:,} bytes are free): free some, or give a --run-dir on a larger disk"
+            f"{path}: no space left ({free:,} bytes are free): free some space, or choose a --run-dir on a larger disk"
         ) from None
 
 
@@ -150,7 +150,7 @@ def parse_override(text: str) -> dict[str, Any]:
     """`a.b=value` as a tree; the value is parsed as TOML, and if that fails it is a plain string."""
     key, eq, value = text.partition("=")
     if not eq or not key.strip():
-        raise ValueError(f"--set {text!r}: want section.key=value, for example --set train.steps=10")
+        raise ValueError(f"--set {text!r}: expected section.key=value, for example --set train.steps=10")
     try:
         parsed: Any = parse_toml(f"x = {value}")["x"]
     except tomllib.TOMLDecodeError:
@@ -172,7 +172,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     """`tomllib.loads` for untrusted text. Raises ValueError for invalid TOML (TOMLDecodeError is one), and for keys and
     values that are nested deeper than any configuration, on which tomllib takes minutes or raises RecursionError."""
     if (found := _LONG_KEY.search(text)) is not None:
-        raise ValueError(f"a key of more than {DEEPEST} parts, {found[0][:40]!r}...")
+        raise ValueError(f"the key {found[0][:40]!r}... has more than {DEEPEST} components")
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -191,12 +191,12 @@ def _check_numbers(value: Any, where: tuple[str, ...] = ()) -> None:
         return
     name = ".".join(where)
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise ValueError(f"{name}: want a whole number of at most 64 bits, this one has {value.bit_length()}")
+        raise ValueError(f"{name}: expected an integer of at most 64 bits, got one of {value.bit_length()} bits")
     if not math.isfinite(value):  # rejected by the sections, except where a key allows it
         return
     if abs(value) > LARGEST or (name.endswith("_s") and abs(value) > LONGEST_S):
         most = LONGEST_S if name.endswith("_s") else LARGEST
-        raise ValueError(f"{name}: {value:g} is more than {most:g}, the largest value of a key")
+        raise ValueError(f"{name}: {value:g} exceeds {most:g}, the largest value of a key")
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> Layers:
@@ -207,7 +207,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> Layers:
         tree = parse_toml(read_text(path, CONFIG_BYTES))
     except FileNotFoundError:
         named = "" if path.suffix else f", or one of the shipped ones: {', '.join(shipped_names())}"
-        raise ValueError(f"no configuration file {path}: give --config the path of a TOML file{named}") from None
+        raise ValueError(f"configuration file not found: {path}: pass the path of a TOML file{named}") from None
     except ValueError as e:
         raise ValueError(f"{path} cannot be read as TOML: {e}") from None
     return _extended(tree, path.parent, str(path), (*seen, path))
@@ -219,7 +219,7 @@ def _extended(tree: dict[str, Any], root: Path, origin: str, seen: tuple[Path, .
     tree = _spelt_out({k: _rooted(v, root) for k, v in tree.items()})
     names = [base] if isinstance(base, str) else base
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{origin}: `extends` must name a file, or a list of files, not {base!r}")
+        raise ValueError(f"{origin}: `extends` must be a file name or a list of file names, not {base!r}")
     merged = Layers({}, {})
     for name in names:
         layer = _read(_located(root / name), seen)
@@ -342,8 +342,8 @@ def _check_model(inherited: Mapping[str, Any], layer: Mapping[str, Any], where: 
     if not (isinstance(make, Mapping) and "config" in make):
         raise ValueError(
             f"{where}: model.path = {own['path']!r} does not belong to the inherited [model.make], which makes "
-            f"{before.get('path')!r} of {before['make'].get('config')}: set model.make = false to load model.path, or "
-            "set model.make.config too to make another model of that name"
+            f"{before.get('path')!r} from {before['make'].get('config')}: set model.make = false to load "
+            "model.path, or set model.make.config too to make a different model with that name"
         )
 
 

@@ -34,9 +34,9 @@ from rollout.prompts.config import DataConfig
 
 class ModelConfig(Section):
     path: str  # hub name, local directory, or, with `make`, a name for the model that is made
-    revision: str | None = None  # of a hub name; a commit hash pins it
-    config: str | None = None  # a config.json for planning before the model is fetched
-    first_layers: int | None = Field(None, ge=1)  # keep only so many layers of it, for a rehearsal; None: all
+    revision: str | None = None  # branch, tag or commit of the hub repository; a commit hash pins it
+    config: str | None = None  # path of a config.json, to plan a run before the model is fetched
+    first_layers: int | None = Field(None, ge=1)  # load only the first N layers, for a rehearsal; None: all
     make: MakeConfig | None = None
 
     @model_validator(mode="after")
@@ -51,7 +51,7 @@ class ModelConfig(Section):
                     f"model.{key} = {value!r} applies to a loaded model, but [model.make] makes one from "
                     f"{self.make.config}: remove [model.make] (model.make = false drops an inherited one), or "
                     + (
-                        "give model.path a name that is not a directory and has no '/'"
+                        "set model.path to a name that is not a directory and has no '/'"
                         if key == "path"
                         else f"remove model.{key}"
                     )
@@ -62,14 +62,15 @@ class ModelConfig(Section):
 class TrainLoopConfig(RecomputeConfig):
     steps: int = Field(100, ge=0)  # rollouts to train on; weights are published after each
     groups_per_step: int = Field(64, ge=1)  # prompts of one rollout, each with samples_per_group responses
-    steps_per_rollout: int = Field(1, ge=1)  # optimizer steps, each on an equal share of the groups
+    steps_per_rollout: int = Field(1, ge=1)  # optimizer steps per rollout, each on an equal share of its groups
     samples_per_group: int = Field(8, ge=1)  # responses sampled for each prompt
-    max_tokens_per_rank: int = Field(8192, ge=1)  # packed tokens of a micro-batch per rank
+    max_tokens_per_rank: int = Field(8192, ge=1)  # largest number of packed tokens in a micro-batch, per rank
     # step of the routers' selection bias towards even load; 0: the bias stays as it is
     router_bias_update_rate: float = Field(0.0, ge=0)
     router_aux_loss: float = Field(0.0, ge=0)  # coefficient of the load-balancing loss over a micro-batch
-    balance: Literal["tokens", "flops"] = "tokens"  # what is balanced over DP shards and micro-batches
-    on_nonfinite: Literal["stop", "skip"] = "stop"  # at a step whose loss or gradient norm is nan or infinite
+    balance: Literal["tokens", "flops"] = "tokens"  # quantity that is balanced over DP shards and micro-batches
+    # what to do at a step whose loss or gradient norm is nan or infinite
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     mtp_coefficient: float = Field(0.0, ge=0)  # factor of the multi-token prediction loss; 0: not trained
 
     @model_validator(mode="after")
@@ -90,14 +91,16 @@ class TrainLoopConfig(RecomputeConfig):
 class MismatchConfig(Section):
     """Bounds on the mismatch of trainer and rollout log-probabilities (docs/alignment.md), and what a breach does."""
 
-    kl_max: float | None = Field(None, ge=0)  # bound of mismatch/kl; None: none in a run; `verify` has a default
-    logprob_abs_diff_max: float | None = Field(None, ge=0)  # bound of mismatch/logprob_abs_diff_max; None: none
-    extreme_frac_max: float | None = Field(None, ge=0, le=1)  # bound of mismatch/extreme_frac; None: none
-    on_breach: Literal["warn", "down_weight", "stop"] = "warn"  # when a step exceeds a bound
-    # with replay.mode = "r3": least share of the recorded experts that the trainer's routers also choose, over all
+    # upper bound of mismatch/kl; None: no bound in a run, a default bound in `verify`
+    kl_max: float | None = Field(None, ge=0)
+    # upper bound of mismatch/logprob_abs_diff_max; None: no bound
+    logprob_abs_diff_max: float | None = Field(None, ge=0)
+    extreme_frac_max: float | None = Field(None, ge=0, le=1)  # upper bound of mismatch/extreme_frac; None: no bound
+    on_breach: Literal["warn", "down_weight", "stop"] = "warn"  # what to do when a step exceeds a bound
+    # with replay.mode = "r3": minimum share of the recorded experts that the trainer's routers also choose, over all
     # layers; None: a bound derived from the precision; 0: no check. A breach ends the run before the step
     expert_agreement_min: float | None = Field(None, ge=0, le=1)
-    layer_agreement_min: float | None = Field(None, ge=0, le=1)  # the same, in each layer
+    layer_agreement_min: float | None = Field(None, ge=0, le=1)  # the same minimum, for each layer
     check_prompts: int = Field(8, ge=0)  # prompts compared on both sides before the first step of a process; 0: none
     check_every: int = Field(50, ge=0)  # steps between further comparisons; 0: only before the first step
     # steps between comparisons of the servers' checksums with those of the last publication; 0: no comparison
@@ -111,7 +114,7 @@ class MismatchConfig(Section):
     def there_is_something_to_break(self) -> MismatchConfig:
         if self.on_breach != "warn" and all(bound is None for bound in self.bounds.values()):
             raise ValueError(
-                f"mismatch.on_breach = {self.on_breach!r} does nothing without a bound: set mismatch.kl_max, "
+                f"mismatch.on_breach = {self.on_breach!r} has no effect without a bound: set mismatch.kl_max, "
                 "mismatch.logprob_abs_diff_max or mismatch.extreme_frac_max, or remove it"
             )
         return self
@@ -120,8 +123,9 @@ class MismatchConfig(Section):
 class RunConfig(Section):
     """The resolved configuration of one run."""
 
-    seed: int = 0  # of the prompts' order, of sampling and of random initial weights
-    cache_dir: str | None = None  # of outputs of the stages before training; None: `cache` beside the run directory
+    seed: int = 0  # seed of prompt order, sampling and random initial weights
+    # directory for outputs of the stages before training; None: `cache` beside the run directory
+    cache_dir: str | None = None
     model: ModelConfig
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -161,7 +165,7 @@ class RunConfig(Section):
     def something_says_what_is_learnt(self) -> RunConfig:
         if self.reward.name == "none" and not (self.distillation.teaching or self.rollout.has_episode_runner):
             raise ValueError(
-                "reward.name = 'none' is 0 for every response, so there is nothing to learn from: name another "
+                "reward.name = 'none' is 0 for every response, so there is nothing to learn from: choose another "
                 "reward, or set distillation.mode, rollout.environment or rollout.generate"
             )
         return self
@@ -185,7 +189,9 @@ class RunConfig(Section):
         if self.servers is not None:
             return self
         if self.data.train is None:
-            raise ValueError(f"[data.sources] does nothing with algorithm.name = {name!r}: give one file, data.train")
+            raise ValueError(
+                f"[data.sources] has no effect with algorithm.name = {name!r}: set data.train to one file instead"
+            )
         data = {"train", "eval", "prompt_key", "template", "instruction", "max_prompt_tokens"}
         train = set(TrainLoopConfig.model_fields) - {"samples_per_group", "steps_per_rollout"}
         sections: dict[str, tuple[BaseModel, BaseModel, set[str]]] = {
@@ -213,29 +219,29 @@ class RunConfig(Section):
             ),
             "teachers": (
                 self.servers is not None and self.distillation.servers > 0,
-                "starts no server of a teacher",
+                "starts no teacher server",
             ),
         }
         for name, (there, why) in has.items():
             if c.pools.of(name) is not None and not there:
                 raise ValueError(
-                    f"[cluster.pools.{name}] has no effect, because a run with algorithm.name = "
-                    f"{self.algorithm.name!r} and these sections {why}: remove it"
+                    f"[cluster.pools.{name}] has no effect, because this run (algorithm.name = "
+                    f"{self.algorithm.name!r}) {why}: remove it"
                 )
         pools = c.pools_of(self.parallel.world_size)
         if self.servers is None:
             return self
         if c.pools.reference is not None and (every := self.algorithm.parts.reference_every):
             raise ValueError(
-                f"[cluster.pools.reference] holds the initial weights on separate ranks, algorithm.reference_every "
-                f"= {every} replaces them by trained ones: remove one of the two"
+                "[cluster.pools.reference] holds the initial weights on separate ranks, but "
+                f"algorithm.reference_every = {every} replaces them with trained ones: remove one of the two"
             )
         width, free = self.rollout.gpus_per_server, len(pools["rollout"].places)
         engine_gpus = self.rollout.servers * width
         if c.gpus_per_node and self.rollout.engine != "embedded" and engine_gpus > free:
             raise ValueError(
-                f"rollout needs {self.rollout.servers} servers x {width} GPUs = "
-                f"{engine_gpus}, {free} are free for it: lower rollout.servers or raise cluster.nodes"
+                f"rollout needs {self.rollout.servers} servers x {width} GPUs = {engine_gpus}, but only {free} "
+                "are available to it: lower rollout.servers or raise cluster.nodes"
             )
         return self
 
@@ -267,7 +273,7 @@ class RunConfig(Section):
             if pool.gpus is not None:
                 raise ValueError(
                     f"cluster.pools.teachers.gpus = {pool.gpus!r} has no effect, because with rollout.engine = "
-                    "'embedded' the servers of teachers compute on CPU: remove it"
+                    "'embedded' the servers of teachers run on CPU: remove it"
                 )
             return self
         pools = c.pools_of(world)
@@ -279,7 +285,7 @@ class RunConfig(Section):
             if shared := sorted(mine & set(places)):
                 raise ValueError(
                     f"cluster.pools.teachers and the {name} share node {shared[0][0]} GPU {shared[0][1]}, but the "
-                    "servers of teachers keep their memory: give them other GPUs"
+                    "servers of teachers keep their memory: assign them different GPUs"
                 )
         return self
 
@@ -305,15 +311,16 @@ class RunConfig(Section):
     def what_takes_turns_can_release_its_memory(self) -> RunConfig:
         if self.takes_turns and self.rollout.engine == "sglang" and self.rollout.sglang.enable_memory_saver is False:
             raise ValueError(
-                "rollout.sglang.enable_memory_saver = false, but the servers release their memory while the trainer "
-                "computes (cluster.colocate), which frees nothing without it: remove that key, or set "
+                "rollout.sglang.enable_memory_saver = false, but the servers must release their memory while the "
+                "trainer computes (cluster.colocate), which requires the memory saver: remove that key, or set "
                 "cluster.colocate = false"
             )
         graphs = self.rollout.env.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
         if self.takes_turns and graphs.lower() in ("0", "false"):
             raise ValueError(
-                f"rollout.env.SGLANG_MEMORY_SAVER_CUDA_GRAPH = {graphs!r}, but the servers release their graphs while "
-                "the trainer computes (cluster.colocate): remove it, or set cluster.colocate = false"
+                f"rollout.env.SGLANG_MEMORY_SAVER_CUDA_GRAPH = {graphs!r}, but the servers must release their "
+                "CUDA graphs while the trainer computes (cluster.colocate): remove it, or set cluster.colocate = "
+                "false"
             )
         return self
 
@@ -343,15 +350,16 @@ class RunConfig(Section):
         longest = prompt + new - 1  # a sample's last token is a label only
         if longest > self.max_pack_tokens:
             raise ValueError(
-                f"data.max_prompt_tokens = {prompt} and rollout.{key} = {new} allow samples of {longest} "
-                f"input tokens, a micro-batch holds {self.max_pack_tokens} (train.max_tokens_per_rank * parallel.cp): "
-                f"raise train.max_tokens_per_rank, or lower rollout.{key} or data.max_prompt_tokens"
+                f"data.max_prompt_tokens = {prompt} and rollout.{key} = {new} allow samples of {longest} input "
+                f"tokens, but a micro-batch holds only {self.max_pack_tokens} (train.max_tokens_per_rank * "
+                f"parallel.cp): raise train.max_tokens_per_rank, or lower rollout.{key} or data.max_prompt_tokens"
             )
         held = self.rollout.embedded.context_length
         if self.rollout.max_episode_tokens and self.rollout.engine == "embedded" and prompt + new > held:
             raise ValueError(
                 f"data.max_prompt_tokens = {prompt} and rollout.max_episode_tokens = {new} allow episodes of "
-                f"{prompt + new} tokens, rollout.embedded.context_length = {held}: raise it, or lower one of them"
+                f"{prompt + new} tokens, but rollout.embedded.context_length = {held}: raise it, or lower one of "
+                "them"
             )
         return self
 
@@ -403,8 +411,8 @@ class RunConfig(Section):
         if given and self.replay.mode != "r3":
             key, value = next(iter(given.items()))
             raise ValueError(
-                f"mismatch.{key} = {value:g} does nothing with replay.mode = {self.replay.mode!r}, which replays no "
-                "route of the rollout: remove it, or set replay.mode = 'r3'"
+                f"mismatch.{key} = {value:g} has no effect with replay.mode = {self.replay.mode!r}, which does "
+                "not replay the rollout's routes: remove it, or set replay.mode = 'r3'"
             )
         return self
 
@@ -451,12 +459,13 @@ class RunConfig(Section):
     def there_is_a_critic_to_configure(self) -> RunConfig:
         if self.critic.lr is not None and not self.algorithm.has_critic:
             raise ValueError(
-                f"critic.lr = {self.critic.lr} does nothing without algorithm.advantage = 'ppo': remove it, or set that"
+                f"critic.lr = {self.critic.lr} has no effect without algorithm.advantage = 'ppo': remove it, "
+                "or set algorithm.advantage"
             )
         if self.critic.lr is not None and self.critic.lr < self.optimizer.min_lr:
             raise ValueError(
-                f"critic.lr = {self.critic.lr} is below optimizer.min_lr = {self.optimizer.min_lr}, where its schedule "
-                "starts and ends too: raise it, or lower optimizer.min_lr"
+                f"critic.lr = {self.critic.lr} is below optimizer.min_lr = {self.optimizer.min_lr}, which is also "
+                "where the critic's schedule starts and ends: raise it, or lower optimizer.min_lr"
             )
         return self
 

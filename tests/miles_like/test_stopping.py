@@ -177,7 +177,7 @@ def test_the_deadline_asks_while_a_step_and_a_save_still_fit() -> None:
         deadline.note(9.0)
         assert stop.asked and stop.status == 75
         assert stop.reason == (
-            "checkpoint.deadline_s = 100: 19.5 s are left, the longest step took 12.0 s, save 8.0 s: 20.0 s together"
+            "checkpoint.deadline_s = 100: 19.5 s remain, the longest step took 12.0 s, save 8.0 s: 20.0 s together"
         )
         stop.ask("SIGTERM", 143)
         assert stop.status == 75  # the first reason stays

@@ -48,28 +48,28 @@ REASONS = {
     f"{ORCH}.train.source": VERIFIERS,
     f"{ORCH}.eval.source": VERIFIERS,
     f"{ORCH}.eval.": "evaluation samples as training does, except for the keys of [eval]",
-    f"{ORCH}.renderer": "the chat template is the tokenizer's",
+    f"{ORCH}.renderer": "the tokenizer's chat template is used",
     f"{ORCH}.concurrency": "rollout.prompts_per_request, and the engine's own limit of samples",
-    f"{ORCH}.token_batch_size": "a step has a number of groups: train.groups_per_step",
-    f"{ORCH}.": "of prime-rl's orchestrator",
-    f"{ORCH}.algo.": "no part of an algorithm here has it",
+    f"{ORCH}.token_batch_size": "a step is sized in groups: set train.groups_per_step",
+    f"{ORCH}.": "setting of prime-rl's orchestrator",
+    f"{ORCH}.algo.": "no algorithm here has this setting",
     "trainer.loss.": "prime-rl's loss masks tokens by the difference of probabilities; choose algorithm.loss",
     "trainer.model.ac": "train.recompute = 'full'",
     "trainer.model.": "of prime-rl's FSDP trainer: the trainer is Megatron's, see [parallel] and [kernels]",
-    "trainer.": "of prime-rl's trainer",
-    "inference.": "of prime-rl's inference server",
+    "trainer.": "setting of prime-rl's trainer",
+    "inference.": "setting of prime-rl's inference server",
     f"{V}.enable_return_routed_experts": "the servers return routes where replay.mode = 'r3'",
-    f"{V}.": "no key sets this flag of vLLM",
+    f"{V}.": "no key sets this vLLM flag",
     "weight_broadcast.": "publish.path",
-    "monitors.": "no tracker is configured in the file of a run",
+    "monitors.": "trackers are not configured in the run's file",
     "log.": "--log-level",
-    "slurm.": "a run joins a Ray cluster: --ray-address",
+    "slurm.": "pass --ray-address to join a Ray cluster",
     "resume": "--resume",
-    "run.": "the run directory is --run-dir",
-    "output_dir": "the run directory is --run-dir",
-    "env_vars.": "[cluster.env] and [rollout.env]",
-    "tokenizer.": "the tokenizer is the model's",
-    "deployment.": "of prime-rl's launcher",
+    "run.": "pass --run-dir",
+    "output_dir": "pass --run-dir",
+    "env_vars.": "set [cluster.env] and [rollout.env]",
+    "tokenizer.": "the model's tokenizer is used",
+    "deployment.": "setting of prime-rl's launcher",
 }
 
 
@@ -77,7 +77,7 @@ def translate(t: Translation) -> None:
     """Fill `t` from prime-rl's keys."""
     t.apply(RULES)
     t.put(f"{V}.model", "rollout.engine", "vllm", "prime-rl's engine")
-    t.put("weight_broadcast.type", "publish.path", "disk", "vLLM reads published weights from a directory")
+    t.put("weight_broadcast.type", "publish.path", "disk", "because vLLM reads published weights from a directory")
     if "precision.format" not in t.ours:
         t.put(f"{V}.quantization", "precision.format", "bf16")
     _algorithm(t)
@@ -128,10 +128,11 @@ def _batch(t: Translation) -> None:
     """Samples of a step -> prompts of a step."""
     samples, group = t.get(f"{ORCH}.batch_size"), t.ours["train.samples_per_group"]
     if samples is None:
-        t.to_do.append("train.groups_per_step: the file counts the tokens of a step, or nothing")
+        t.to_do.append("train.groups_per_step: the file sizes a step in tokens, or not at all")
     elif samples % group:
         t.leave(
-            f"{ORCH}.batch_size", f"{samples} samples are no multiple of groups of {group}: set train.groups_per_step"
+            f"{ORCH}.batch_size",
+            f"{samples} samples are not a multiple of groups of {group}: set train.groups_per_step",
         )
     else:
         t.put(

@@ -25,23 +25,24 @@ def read_foreign(file: Path, project: str | None = None) -> tuple[Project, dict[
     """The project, and key -> value: dotted keys, or names of flags. Raises ValueError for a file that cannot be read
     or has no keys of a known project."""
     if project is not None and project not in PROJECTS:
-        raise ValueError(f"--from {project!r}: give one of {', '.join(PROJECTS)}")
+        raise ValueError(f"--from {project!r}: choose one of {', '.join(PROJECTS)}")
     try:
         text = read_text(file, CONFIG_BYTES)
         found = _read(file, text)
     except FileNotFoundError:
-        raise ValueError(f"no file {file}: give a configuration of {', '.join(PROJECTS)}") from None
+        raise ValueError(f"file not found: {file}: pass a configuration of {', '.join(PROJECTS)}") from None
     except ValueError as e:
         raise ValueError(f"{file} cannot be read: {e}") from None
     if not found:
         raise ValueError(
-            f"{file} has neither overrides (section.key=value) nor flags (--name value): give verl's YAML or script, "
-            "slime's or Miles's script, or prime-rl's TOML"
+            f"{file} has neither overrides (section.key=value) nor flags (--name value): pass verl's YAML or "
+            "script, slime's or Miles's script, or prime-rl's TOML"
         )
     known = PROJECTS[PROJECTS.index(project)] if project in PROJECTS else _project(file, found, text)
     if known == "verl" and not any(key.startswith("actor_rollout_ref.") for key in found):
         raise ValueError(
-            f"{file} has no key actor_rollout_ref.*: of verl's programs, main_ppo's configurations are read"
+            f"{file} has no key actor_rollout_ref.*: pass a configuration of main_ppo, the only verl program "
+            "that can be imported"
         )
     return known, found
 
@@ -136,7 +137,7 @@ def _yaml(text: str, otherwise: Any = None) -> Any:
 def _flat(tree: Any, before: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Dotted keys. Interpolations (`${...}`) repeat another key, and hydra's own keys are no settings."""
     if not isinstance(tree, Mapping):
-        raise ValueError("it is no table of sections")
+        raise ValueError("it is not a table of sections")
     if depth > _DEEPEST:
         raise ValueError(f"sections are nested more than {_DEEPEST} deep")
     for key, value in tree.items():

@@ -29,7 +29,7 @@ def translated(project: Project, given: dict[str, Any]) -> Translation:
     try:
         TRANSLATE[project](t)
     except (TypeError, AttributeError, ZeroDivisionError):
-        raise ValueError(f"a value is not of the type that {project} has there") from None
+        raise ValueError(f"its value does not have the type that {project} expects") from None
     return t
 
 
@@ -44,7 +44,7 @@ def imported_lines(file: Path, project: str | None, overrides: Sequence[str] = (
     for text in overrides:
         for key, value in _leaves(parse_override(text)):
             t.ours[key] = value
-    yield f"# From {known}'s {file.name}. What its keys became, and which did not, is below."
+    yield f"# Imported from {known}'s {file.name}. The end of this file lists how each key was translated."
     yield from _toml(t.tree)
     yield from _problems(t)
     yield from _table(known, t)

@@ -107,7 +107,7 @@ RULES: dict[str, Rule] = {
         )
     },
 }
-ARCHITECTURE = "of the model: read from the checkpoint's config.json"
+ARCHITECTURE = "read from the checkpoint's config.json"
 REASONS = {
     **dict.fromkeys(
         (
@@ -123,10 +123,10 @@ REASONS = {
         ARCHITECTURE,
     ),
     "load": "--resume continues the run of --run-dir",
-    "save": "the run directory is --run-dir; miles-like export writes a Hugging Face directory of it",
-    "ref-load": "the reference is the initial weights",
+    "save": "pass --run-dir; miles-like export writes a Hugging Face directory from it",
+    "ref-load": "the initial weights are the reference",
     "rollout-shuffle": "prompts are always shuffled, by `seed`",
-    "rollout-seed": "one `seed` for prompts, sampling and weights",
+    "rollout-seed": "`seed` sets prompts, sampling and weights",
     "balance-data": "micro-batches are always balanced over data-parallel ranks",
     "balance-by-flops": "train.balance = 'flops'",
     "use-dynamic-batch-size": "micro-batches are always packed to train.max_tokens_per_rank",
@@ -142,19 +142,19 @@ REASONS = {
     "moe-router-dtype": "routers compute in fp32",
     "moe-token-drop-policy": "no token is dropped",
     "moe-enable-deepep": "kernels.dispatcher = 'flex' with kernels.flex_backend = 'deepep'",
-    "use-wandb": "no tracker is configured in the file of a run",
-    "wandb-": "no tracker is configured in the file of a run",
+    "use-wandb": "trackers are not configured in the run's file",
+    "wandb-": "trackers are not configured in the run's file",
     "tb-": "TensorBoard's files are always written",
     "partial-rollout": "unfinished samples continue under new weights with buffer.max_staleness above 0",
     "mask-offpolicy-in-partial-rollout": "buffer.old_tokens = 'mask'",
-    "custom-generate-function-path": "another signature: see docs/extending.md for rollout.generate",
+    "custom-generate-function-path": "the signature differs: see docs/extending.md for rollout.generate",
     "rollout-function-path": "the loop is this project's; rollout.generate makes the samples of a prompt",
-    "custom-loss-function-path": "another signature: see docs/extending.md for algorithm.loss",
-    "custom-advantage-function-path": "another signature: see docs/extending.md for algorithm.advantage",
+    "custom-loss-function-path": "the signature differs: see docs/extending.md for algorithm.loss",
+    "custom-advantage-function-path": "the signature differs: see docs/extending.md for algorithm.advantage",
     "use-opd": "name a teacher in [distillation.teachers.NAME] and set distillation.mode",
     "opd-": "name a teacher in [distillation.teachers.NAME] and set distillation.mode",
     "eval-": "evaluation samples as training does, except for the keys of [eval]",
-    "sglang-": "no key sets this flag of SGLang",
+    "sglang-": "no key sets this SGLang flag",
     "use-fault-tolerance": "servers of a run are always replaced, up to publish.replacements",
     "update-weight-": "publish.path and publish.bucket_bytes",
     "offload": "with cluster.colocate trainer and servers release their memory to each other",
@@ -191,7 +191,9 @@ def _steps(t: Translation) -> None:
     elif batch is not None and groups is not None:
         steps, rest = divmod(groups * samples, batch)
         if rest or not steps or groups % steps:
-            t.leave("global-batch-size", f"{batch} samples are no equal share of whole groups of {groups} x {samples}")
+            t.leave(
+                "global-batch-size", f"{batch} samples do not divide {groups} x {samples} samples into whole groups"
+            )
             t.to_do.append("train.steps_per_rollout")
         else:
             t.put(["global-batch-size"], "train.steps_per_rollout", steps, f"{groups} x {samples} samples / {batch}")
@@ -202,7 +204,7 @@ def _steps(t: Translation) -> None:
     if kept is not None and str(kept).endswith((NONZERO_STD, f"{NONZERO_STD}_with_fallback")):
         t.put("dynamic-sampling-filter-path", "algorithm.filter", "nonzero_std")
     elif kept is not None:
-        t.leave("dynamic-sampling-filter-path", "another signature: see docs/extending.md for algorithm.filter")
+        t.leave("dynamic-sampling-filter-path", "the signature differs: see docs/extending.md for algorithm.filter")
 
 
 def _clip(t: Translation) -> None:
@@ -225,7 +227,7 @@ def _clip(t: Translation) -> None:
         t.apply({"gamma": Rule("algorithm.gamma")})
     if t.get("use-opsm", False):
         t.apply({"opsm-delta": Rule("algorithm.off_policy_delta", default=1e-4)})
-        t.leave("use-opsm", "on where algorithm.off_policy_delta is set")
+        t.leave("use-opsm", "enabled by setting algorithm.off_policy_delta")
 
 
 def _kl(t: Translation) -> None:
@@ -251,7 +253,7 @@ def _weights(t: Translation) -> None:
     mode = "r3" if t.get("use-rollout-routing-replay", False) else "r2" if t.get("use-routing-replay", False) else "off"
     t.put(["use-rollout-routing-replay", "use-routing-replay"], "replay.mode", mode)
     t.put("hf-checkpoint", "precision.format", "bf16")
-    t.to_do.append("precision.format: name the format of --hf-checkpoint if that is quantized")
+    t.to_do.append("precision.format: set it to the format of --hf-checkpoint if that is quantized")
 
 
 def _gpus(t: Translation) -> None:
@@ -267,7 +269,7 @@ def _gpus(t: Translation) -> None:
     t.put(names if colocate else [*names, "rollout-num-gpus"], "cluster.nodes", total)
     replica = math.prod(t.ours.get(f"parallel.{name}", 1) for name in ("tp", "pp", "cp"))
     if trained % replica:
-        t.to_do.append(f"parallel.dp: {trained} GPUs are no multiple of tp x pp x cp = {replica}")
+        t.to_do.append(f"parallel.dp: {trained} GPUs are not a multiple of tp x pp x cp = {replica}")
     else:
         t.put(names, "parallel.dp", trained // replica, f"{trained} GPUs / (tp x pp x cp = {replica})")
     t.put("rollout-num-gpus-per-engine", "rollout.sglang.tp_size", width)
@@ -298,7 +300,7 @@ def _reward(t: Translation) -> None:
     if kind is None:
         t.to_do.append("reward.name: no --rm-type and no --custom-rm-path")
         return
-    t.apply({"rm-type": Rule("reward.name", one_of(REWARDS, "among the rewards of docs/rewards.md"))})
+    t.apply({"rm-type": Rule("reward.name", one_of(REWARDS, "among the rewards in docs/rewards.md"))})
     if t.ours.get("reward.name") == "remote":
         t.apply({"rm-url": Rule("reward.remote.url")})
     elif "reward.name" not in t.ours:

@@ -56,12 +56,12 @@ class Translation:
         if any(
             isinstance(one, str) and UNRESOLVED.search(one) for one in (value if isinstance(value, list) else [value])
         ):
-            self.leave(theirs, f"its value {value!r} is known only to the running script")
+            self.leave(theirs, f"its value {value!r} is only known when the script runs")
             return otherwise
         if theirs in self.given:
             self._used.add(theirs)
         if isinstance(value, str) and isinstance(otherwise, int | float):
-            raise ValueError(f"{theirs} = {value!r} is no number")
+            raise ValueError(f"{theirs} = {value!r} is not a number")
         return otherwise if value is None else value
 
     def put(self, theirs: str | Iterable[str], ours: str, value: Value, remark: str = "") -> None:
@@ -85,7 +85,7 @@ class Translation:
         self.ours.pop(ours, None)
         for row in [row for row in self.rows if row.ours == ours]:
             self.rows.remove(row)
-            self.leave(row.theirs, f"{ours} has no effect beside the other keys")
+            self.leave(row.theirs, f"{ours} has no effect with the other keys")
 
     def apply(self, rules: Mapping[str, Rule]) -> None:
         for theirs, rule in rules.items():
@@ -110,10 +110,10 @@ class Translation:
             if value is None or theirs in mapped or theirs in self.left:
                 continue
             if theirs in self._used:
-                self.left[theirs] = "no key is needed for this value"
+                self.left[theirs] = "this value needs no key"
                 continue
             prefix = max((p for p in reasons if theirs.startswith(p)), key=len, default=None)
-            self.left[theirs] = "no key corresponds to it" if prefix is None else reasons[prefix]
+            self.left[theirs] = "no key corresponds" if prefix is None else reasons[prefix]
 
     @property
     def tree(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def one_of(names: Mapping[Any, Value], what: str = "") -> Callable[[Any], Value]
     def convert(value: Any) -> Value:
         if value not in names:
             known = ", ".join(str(name) for name in names)
-            raise ValueError(f"it has no counterpart{f' {what}' if what else ''}; of theirs these have one: {known}")
+            raise ValueError(f"it has no counterpart{f' {what}' if what else ''}; supported values are: {known}")
         return names[value]
 
     return convert

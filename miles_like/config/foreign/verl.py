@@ -58,7 +58,7 @@ RULES: dict[str, Rule] = {
     f"{A}.optim.lr_wsd_decay_steps": Rule("optimizer.wsd_decay_steps"),
     f"{A}.ppo_max_token_len_per_gpu": Rule("train.max_tokens_per_rank", default=16384),
     f"{A}.ppo_epochs": Rule(
-        "", only(1, "a rollout is trained on once: raise train.steps_per_rollout or lower the batch")
+        "", only(1, "each rollout is trained on once: raise train.steps_per_rollout or lower the batch")
     ),
     f"{A}.clip_ratio_c": Rule("algorithm.clip_dual", default=3.0),
     f"{A}.entropy_coeff": Rule("algorithm.entropy_coefficient", positive),
@@ -102,52 +102,52 @@ RULES: dict[str, Rule] = {
     "actor_rollout_ref.hybrid_engine": Rule("cluster.colocate", default=True),
 }
 REASONS = {
-    f"{A}.fsdp_config": "of FSDP: the trainer is Megatron's, choose a layout in [parallel]",
+    f"{A}.fsdp_config": "setting of FSDP; the trainer is Megatron's: choose a layout in [parallel]",
     f"{A}.strategy": "the trainer is always Megatron's",
     f"{A}.use_dynamic_bsz": "micro-batches are always packed to train.max_tokens_per_rank",
     f"{A}.ppo_micro_batch_size": "micro-batches are packed to train.max_tokens_per_rank, not counted in samples",
     f"{A}.calculate_entropy": "the entropy is always measured",
     f"{A}.shuffle": "the groups of a step have the order in which they were sampled",
-    f"{A}.": "of verl's actor workers",
-    f"{A}.optim.": "of verl's optimizer; this one is AdamW with the keys of [optimizer]",
+    f"{A}.": "setting of verl's actor workers",
+    f"{A}.optim.": "setting of verl's optimizer; here it is AdamW with the keys of [optimizer]",
     f"{A}.optim.override_optimizer_config.": "set by kernels.offload_optimizer",
-    f"{M}.": "of verl's Megatron workers",
+    f"{M}.": "setting of verl's Megatron workers",
     f"{M}.param_offload": "with cluster.colocate trainer and servers release their memory to each other",
     f"{M}.grad_offload": "with cluster.colocate trainer and servers release their memory to each other",
     f"{M}.optimizer_offload": "with cluster.colocate trainer and servers release their memory to each other",
-    f"{T}.": "of Megatron; the trainer sets what the model and [kernels] need",
+    f"{T}.": "setting of Megatron; the trainer sets what the model and [kernels] need",
     "actor_rollout_ref.ref.": "the reference has the actor's layout and packing",
-    f"{R}.": "of verl's rollout workers",
+    f"{R}.": "setting of verl's rollout workers",
     f"{R}.log_prob": "log-probabilities are packed as training is",
     f"{R}.calculate_log_probs": "the servers' log-probabilities are always kept",
     f"{R}.enable_rollout_routing_replay": "the servers return routes where replay.mode = 'r3'",
     f"{R}.multi_turn.": "episodes of several turns: write an environment and name it in rollout.environment",
     f"{R}.agent.": "episodes of several turns: write an environment and name it in rollout.environment",
     f"{R}.val_kwargs.": "evaluation samples as training does, at eval.temperature",
-    "actor_rollout_ref.model.": "of verl's model workers",
+    "actor_rollout_ref.model.": "setting of verl's model workers",
     "actor_rollout_ref.model.lora": "choose lora.targets: attention, experts, shared_experts, mlp",
     "actor_rollout_ref.model.target_modules": "choose lora.targets: attention, experts, shared_experts, mlp",
-    "actor_rollout_ref.model.override_config": "the model is as its config.json says",
+    "actor_rollout_ref.model.override_config": "read from the model's config.json",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "set train.recompute",
     "actor_rollout_ref.model.use_remove_padding": "samples are always packed without padding",
-    "algorithm.": "no part of an algorithm here has it",
+    "algorithm.": "no algorithm here has this setting",
     "algorithm.rollout_correction.": "see docs/corrections.md: set correction.kind, level, low and high",
     "critic.": "the critic has the actor's layout and packing; critic.lr and algorithm.value_clip are its keys",
     "custom_reward_function.": "arguments of a reward: bind them in a function and name that in reward.name",
-    "data.filter_overlong_prompts": "a prompt above data.max_prompt_tokens is refused: filter the file",
-    "data.truncation": "a prompt above data.max_prompt_tokens is refused, never truncated",
+    "data.filter_overlong_prompts": "a prompt above data.max_prompt_tokens is rejected: filter the file",
+    "data.truncation": "a prompt above data.max_prompt_tokens is rejected, never truncated",
     "data.shuffle": "prompts are always shuffled, by `seed`",
-    "data.": "of verl's data loader",
-    "global_profiler.": "of verl's profiler",
-    "ray_kwargs.": "the address of a Ray cluster is --ray-address",
-    "reward": "verl's reward workers; see docs/rewards.md for rewards by a model or a server",
+    "data.": "setting of verl's data loader",
+    "global_profiler.": "setting of verl's profiler",
+    "ray_kwargs.": "pass --ray-address to join a Ray cluster",
+    "reward": "setting of verl's reward workers; see docs/rewards.md for rewards by a model or a server",
     "trainer.balance_batch": "micro-batches are always balanced over data-parallel ranks",
-    "trainer.default_local_dir": "the run directory is --run-dir",
+    "trainer.default_local_dir": "pass --run-dir",
     "trainer.resume": "--resume",
-    "trainer.total_epochs": "the length of a run is train.steps",
+    "trainer.total_epochs": "train.steps is the length of a run",
     "trainer.val_before_train": "held-out prompts are always evaluated before the first step",
-    "trainer.": "of verl's trainer",
-    "transfer_queue.": "of verl's transport",
+    "trainer.": "setting of verl's trainer",
+    "transfer_queue.": "setting of verl's transport",
 }
 
 
@@ -190,7 +190,7 @@ def _batches(t: Translation) -> None:
         t.put([mini, "data.train_batch_size"], "train.steps_per_rollout", prompts // size)
     if "trainer.total_training_steps" not in t.given:
         epochs = t.get("trainer.total_epochs", 30)
-        t.leave("trainer.total_epochs", "the length of a run is train.steps")
+        t.leave("trainer.total_epochs", "train.steps is the length of a run")
         t.to_do.append(f"train.steps: verl trains {epochs} epochs, of as many steps as rows / {prompts}")
 
 
@@ -271,7 +271,7 @@ def _engine(t: Translation) -> None:
     usual = {"tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.5}
     t.apply({f"{R}.{a}": Rule(f"rollout.{engine}.{b}", default=usual.get(a)) for a, b in names.items()})
     if engine == "vllm":
-        t.put(f"{R}.name", "publish.path", "disk", "vLLM reads published weights from a directory")
+        t.put(f"{R}.name", "publish.path", "disk", "because vLLM reads published weights from a directory")
         t.apply({f"{R}.enforce_eager": Rule("rollout.vllm.enforce_eager")})
     elif (experts := t.get(f"{R}.expert_parallel_size", 1)) > 1:
         t.put(f"{R}.expert_parallel_size", "rollout.sglang.ep_size", experts)
@@ -289,7 +289,7 @@ def from_gpus(t: Translation, gpus: list[str], width_key: str, width: int) -> No
     shards = [t.ours.get(f"parallel.{name}", 1) for name in ("tp", "pp", "cp")]
     a_replica = shards[0] * shards[1] * shards[2]
     if count % a_replica:
-        t.to_do.append(f"parallel.dp: {count} GPUs are no multiple of tp x pp x cp = {a_replica}")
+        t.to_do.append(f"parallel.dp: {count} GPUs are not a multiple of tp x pp x cp = {a_replica}")
     else:
         t.put(gpus, "parallel.dp", count // a_replica, f"{count} GPUs / (tp x pp x cp = {a_replica})")
     t.put([*gpus, width_key], "rollout.servers", max(1, count // width), f"{count} GPUs / {width} of a server")
@@ -311,7 +311,7 @@ def _reward(t: Translation) -> None:
         t.put(["custom_reward_function.path", "custom_reward_function.name"], "reward.name", f"{path(file)}:{name}")
         t.put("custom_reward_function.path", "reward.style", "verl")
     else:
-        t.to_do.append("reward.name: verl chooses a reward by each row's data_source; name one of docs/rewards.md")
+        t.to_do.append("reward.name: verl chooses a reward by each row's data_source; choose one of docs/rewards.md")
     overlong = "reward_model.reward_kwargs.overlong_buffer_cfg"
     if t.get(f"{overlong}.enable", False):
         t.apply(
@@ -320,5 +320,5 @@ def _reward(t: Translation) -> None:
                 f"{overlong}.len": Rule("algorithm.overlong_buffer"),
             }
         )
-        t.leave(f"{overlong}.enable", "on where algorithm.overlong_penalty is above 0")
-        t.leave("reward_model.reward_kwargs.max_resp_len", "the limit is rollout.max_new_tokens")
+        t.leave(f"{overlong}.enable", "enabled by algorithm.overlong_penalty above 0")
+        t.leave("reward_model.reward_kwargs.max_resp_len", "rollout.max_new_tokens is the limit")

@@ -57,7 +57,7 @@ class Keyless(AdvantagePart):
 
 
 class CustomAdvantage(AdvantagePart):
-    advantage: str  # pkg.module:name of a user's AdvantageFn
+    advantage: str  # pkg.module:name of a custom AdvantageFn
 
 
 class LossPart(Part):
@@ -65,15 +65,15 @@ class LossPart(Part):
 
     chosen_by = "loss"
     entropy_coefficient: float = Field(0.0, ge=0)  # factor of the entropy that is subtracted from the loss; 0: none
-    # mean log(p_rollout / p_train) above which a sample of negative advantage is masked, nats/token; None: no sample is
+    # mask samples of negative advantage with a mean log(p_rollout / p_train) above it, in nats/token; None: mask none
     off_policy_delta: float | None = Field(None, ge=0)
 
 
 class _Clip(LossPart):
     clip_low: ClipLow = 0.2  # the ratio is clipped below 1 - clip_low
     clip_high: ClipHigh = 0.28  # the ratio is clipped above 1 + clip_high
-    clip_dual: float | None = Field(None, gt=1)  # bound of the ratio where the advantage is negative; None: no bound
-    # bound in nats of log(p_train / p_old), or of k3's log-ratio; None: no bound. verl's: 20
+    clip_dual: float | None = Field(None, gt=1)  # upper bound of the ratio for negative advantages; None: no bound
+    # bound in nats of log(p_train / p_old), or of k3's log-ratio; None: no bound. verl's default: 20
     log_ratio_clamp: Clamp = None
 
 
@@ -89,7 +89,7 @@ class Gspo(_Clip):
 
 class Decoupled(_Clip):
     loss: Literal["decoupled"] = "decoupled"
-    behaviour_cap: float = Field(5.0, ge=1)  # largest p_old / p_rollout; above it a token's weight is 0. AReaL's value
+    behaviour_cap: float = Field(5.0, ge=1)  # a token with p_old / p_rollout above it gets weight 0; AReaL's default
 
 
 class Cispo(LossPart):
@@ -101,8 +101,8 @@ class Cispo(LossPart):
 
 class Sapo(LossPart):
     loss: Literal["sapo"] = "sapo"
-    tau_pos: float = Field(1.0, gt=0)  # temperature of the gate where the advantage is positive (arXiv:2511.20347)
-    tau_neg: float = Field(1.05, gt=0)  # the same, elsewhere
+    tau_pos: float = Field(1.0, gt=0)  # gate temperature for positive advantages (arXiv:2511.20347)
+    tau_neg: float = Field(1.05, gt=0)  # gate temperature for other advantages
     log_ratio_clamp: Clamp = None
 
 
@@ -112,15 +112,15 @@ class ClipCov(LossPart):
     clip_high: ClipHigh = 0.28
     cov_ratio: float = Field(2e-4, gt=0, le=1)  # share of a micro-batch's tokens that are chosen; at least one is
     cov_low: float = 1.0  # lower bound of the covariance of a token that is chosen
-    cov_high: float = 5.0  # its upper bound
+    cov_high: float = 5.0  # upper bound of the covariance of a token that is chosen
     log_ratio_clamp: Clamp = None
 
     @model_validator(mode="after")
     def bounds_leave_room(self) -> ClipCov:
         if not self.cov_low < self.cov_high:
             raise ValueError(
-                f"algorithm.cov_low = {self.cov_low} and cov_high = {self.cov_high} leave no token to choose: set "
-                "cov_low below cov_high"
+                f"algorithm.cov_low = {self.cov_low} and cov_high = {self.cov_high} select no token: set cov_low "
+                "below cov_high"
             )
         return self
 
@@ -138,7 +138,7 @@ class Unclipped(LossPart):
 
 class CustomLoss(Part):
     chosen_by = "loss"
-    loss: str  # pkg.module:name of a user's LossFn
+    loss: str  # pkg.module:name of a custom LossFn
 
 
 class Mean(Part):
@@ -149,14 +149,15 @@ class Mean(Part):
 class Constant(Part):
     chosen_by = "aggregation"
     aggregation: Literal["constant"] = "constant"
-    aggregation_constant: int | None = Field(None, ge=1)  # tokens; None: the longest answer's
+    # divisor of the summed loss, in tokens; None: the longest answer's tokens
+    aggregation_constant: int | None = Field(None, ge=1)
 
 
 class K3(Part):
     chosen_by = "kl_estimator"
     kl_estimator: Literal["k3"] = "k3"
     log_ratio_clamp: Clamp = None
-    k3_clamp: float | None = Field(None, gt=0)  # bound of its value; None: no bound. verl's: 10
+    k3_clamp: float | None = Field(None, gt=0)  # upper bound of k3; None: no bound. verl's default: 10
 
 
 class Unclamped(Part):
@@ -186,8 +187,9 @@ class PenaltyInReward(Penalty):
 
 class Overlong(Part):
     switch = "overlong_penalty"
-    overlong_penalty: float = Field(gt=0)  # subtracted from the reward of a sample at the token limit
-    overlong_buffer: int | None = Field(None, ge=1)  # tokens below the limit; None: a fifth of it
+    overlong_penalty: float = Field(gt=0)  # largest penalty, subtracted from the reward of a sample at the token limit
+    # tokens below the limit where the penalty starts; None: a fifth of the limit
+    overlong_buffer: int | None = Field(None, ge=1)
 
 
 Advantage: TypeAlias = (
@@ -244,12 +246,12 @@ class RolloutAlgorithm(Part):
 
     chosen_by = "name"
     name: Preset = "grpo"
-    advantage: Advantage = Grpo()  # how rewards become advantages
-    loss: Loss = Clipped()  # of a token, from its advantage and probability ratio
-    aggregation: Aggregate = Mean()  # how the losses of a step's tokens become one number
+    advantage: Advantage = Grpo()  # estimator that turns rewards into advantages
+    loss: Loss = Clipped()  # policy loss of a token, from its advantage and probability ratio
+    aggregation: Aggregate = Mean()  # how the token losses of a step are reduced to one number
     penalty: KlPenalty | None = None  # where the KL penalty is applied
     reference_every: int = Field(0, ge=0)  # rollouts between updates of the reference to the trained weights; 0: never
-    filter: str = "off"  # of groups: "off", "nonzero_std", or pkg.module:name of a user's GroupFilter
+    filter: str = "off"  # which groups to discard: "off", "nonzero_std", or pkg.module:name of a custom GroupFilter
     overlong: Overlong | None = None
     mask_truncated: bool = False  # do not train on samples that were cut at the token limit
     shuffle_advantages: bool = False  # control experiment: shuffle advantages over the batch
@@ -258,7 +260,7 @@ class RolloutAlgorithm(Part):
     def parts_fit_each_other(self) -> RolloutAlgorithm:
         if isinstance(self.loss, CustomLoss) and isinstance(self.penalty, PenaltyInLoss):
             raise ValueError(
-                f"algorithm.kl_coefficient = {self.penalty.kl_coefficient} does nothing with the custom loss "
+                f"algorithm.kl_coefficient = {self.penalty.kl_coefficient} has no effect with the custom loss "
                 f"{self.loss.loss!r}: set algorithm.kl_in = 'reward', or remove it"
             )
         below_0: dict[str, object] = {
@@ -268,7 +270,7 @@ class RolloutAlgorithm(Part):
         for key, value in below_0.items():
             if value and self.advantage.advantage == "maxrl":
                 raise ValueError(
-                    f"algorithm.{key} = {value!r} makes rewards below 0, and algorithm.advantage = 'maxrl' "
+                    f"algorithm.{key} = {value!r} makes rewards negative, but algorithm.advantage = 'maxrl' "
                     "divides by their mean: remove one of them"
                 )
         if self.shuffle_advantages and self.advantage.token_level:
@@ -299,13 +301,13 @@ class RolloutAlgorithm(Part):
         loss, advantage, own = self.loss.loss, self.advantage.advantage, isinstance(self.loss, CustomLoss)
         if self.reference_every and not (self.penalty or taught):
             raise ValueError(
-                f"algorithm.reference_every = {self.reference_every} does nothing without a reference: set "
+                f"algorithm.reference_every = {self.reference_every} has no effect without a reference: set "
                 "algorithm.kl_coefficient, or add a teacher of kind 'self' with weights = 'reference'"
             )
         if group == 1 and self.filter == "nonzero_std":
             raise ValueError(
-                "train.samples_per_group = 1, but algorithm.filter = 'nonzero_std' discards groups of one sample: "
-                "increase it, or set algorithm.filter = 'off'"
+                "train.samples_per_group = 1, but algorithm.filter = 'nonzero_std' discards all groups of one "
+                "sample: increase train.samples_per_group, or set algorithm.filter = 'off'"
             )
         if group == 1 and advantage in GROUP_LEVEL:
             raise ValueError(
@@ -320,12 +322,12 @@ class RolloutAlgorithm(Part):
         if correction != "off" and (own or loss == "decoupled"):
             why = "a custom loss" if own else "which already weights by p_old / p_rollout"
             raise ValueError(
-                f"correction.kind = {correction!r} does nothing with algorithm.loss = {loss!r}, {why}: set it to "
+                f"correction.kind = {correction!r} has no effect with algorithm.loss = {loss!r}, {why}: set it to "
                 "'off', or choose another loss"
             )
         if on_breach == "down_weight" and own:
             raise ValueError(
-                f"mismatch.on_breach = 'down_weight' does nothing with the custom loss {loss!r}: set it to "
+                f"mismatch.on_breach = 'down_weight' has no effect with the custom loss {loss!r}: set it to "
                 "'warn' or 'stop'"
             )
 
@@ -375,7 +377,7 @@ class AlgorithmConfig(FlatSection):
         """Raises ValueError for an algorithm without a rollout, which has no parts."""
         if isinstance(self.of, RolloutAlgorithm):
             return self.of
-        raise ValueError(f"algorithm.name = {self.name!r} has no rollout to train on: see docs/supervised.md")
+        raise ValueError(f"algorithm.name = {self.name!r} trains without a rollout: see docs/supervised.md")
 
     @property
     def supervised(self) -> bool:
@@ -401,28 +403,27 @@ class Weights(Part):
 
     chosen_by = switch = "kind"
     kind: Literal["tis", "mis", "icepop"]
-    level: Level  # of the ratio that is compared with the bounds
-    action: Action  # outside the bounds w is the bound, or 0
+    level: Level  # what the ratio is computed over: a token, or all tokens of a sample
+    action: Action  # outside the bounds: set w to the bound (truncate), or to 0 (mask)
     low: float = Field(ge=0)  # lower bound of the ratio
     high: float = Field(gt=0)  # upper bound of the ratio
-    veto: float = Field(ge=0, lt=1)  # a sample with a token ratio below it has w = 0; 0: no veto
+    veto: float = Field(ge=0, lt=1)  # a sample with any token ratio below this has w = 0; 0: no veto
 
     @model_validator(mode="after")
     def bounds_leave_a_choice(self) -> Weights:
         low, high, agrees = self.low, self.high, 0.0 if self.level == "k3" else 1.0
         if self.level == "k3" and low:
             raise ValueError(
-                f"correction.low = {low} with level = 'k3', which is 0 where trainer and rollout agree: remove it"
+                f"correction.low = {low} with level = 'k3' masks samples where trainer and rollout agree, "
+                "because their k3 is 0: remove it"
             )
         if not low <= agrees <= high:
             raise ValueError(
-                f"correction.low = {low} and high = {high} exclude {agrees}, where trainer and rollout agree: set low "
-                "below it and high above it"
+                f"correction.low = {low} and high = {high} exclude {agrees}, the value where trainer and rollout "
+                "agree: set low below it and high above it"
             )
         if low == high:
-            raise ValueError(
-                f"correction.low = correction.high = {low} leaves no ratio to choose from: widen the bounds"
-            )
+            raise ValueError(f"correction.low = correction.high = {low} accepts a single ratio: set low below high")
         return self
 
 
@@ -433,7 +434,7 @@ class CorrectionConfig(FlatSection):
     shows it.
     """
 
-    weights: Weights | None = None  # kind of the weights; None: kind = "off", no weights
+    weights: Weights | None = None  # kind of the importance weights; None: kind = "off", no weights
 
     section = "correction"
     absent: ClassVar[Mapping[str, object]] = {"kind": "off"}
@@ -450,8 +451,8 @@ class CorrectionConfig(FlatSection):
                 return dict(zip(("level", "action", "low", "high", "veto"), (level, action, *bounds), strict=True))
         more = "" if kind == "mis" else "; kind 'mis' has more combinations"
         raise ValueError(
-            f"correction.kind = {kind!r} with level = {level!r} and action = {action!r}: it is defined for (level, "
-            f"action) = ({'), ('.join(map(', '.join, ways))}){more}"
+            f"correction.kind = {kind!r} with level = {level!r} and action = {action!r}: is only defined for "
+            f"(level, action) = ({'), ('.join(map(', '.join, ways))}){more}"
         )
 
     @property

@@ -21,7 +21,7 @@ _ATTENTION = {"hopper": "fa3", "blackwell": "triton"}
 class AlignmentConfig(Section):
     """How exactly the rollout's log-probabilities equal the trainer's (docs/alignment.md)."""
 
-    # on CPU ranks the rollout's log-probabilities are the trainer's, bit for bit; on GPUs each side has its own
+    # on CPU ranks, rollout and trainer compute bitwise equal log-probabilities; on GPUs, each side uses its own
     # deterministic settings
     deterministic: bool = False
 
@@ -45,27 +45,29 @@ def check_sides(rollout: RolloutConfig, precision: PrecisionConfig, gpus_per_nod
     alone are checked by megatron_bridge.plan.deterministic."""
     if rollout.engine == "vllm":
         refused = (
-            "a vLLM server draws the rest of a continued sample from the beginning of a seed's random stream, so an "
-            "aborted or resumed sample is not repeated: set rollout.engine = 'embedded' or 'sglang'"
+            "a vLLM server restarts the random stream of a seed when a sample is continued, so an aborted or "
+            "resumed sample is not reproduced: set rollout.engine = 'embedded' or 'sglang'"
         )
     elif rollout.engine == "sglang":
         if not gpus_per_node:
             refused = (
-                "stock SGLang has deterministic inference on GPUs only, cluster.gpus_per_node = 0: set "
+                "stock SGLang supports deterministic inference on GPUs only, but cluster.gpus_per_node = 0: set "
                 "rollout.engine = 'embedded'"
             )
         elif not rollout.sglang.enable_deterministic_inference:
-            refused = "it needs rollout.sglang.enable_deterministic_inference, which is false: remove that key"
+            refused = (
+                "it requires rollout.sglang.enable_deterministic_inference, which is set to false: remove that key"
+            )
         else:
             return
     elif gpus_per_node:
         return
     elif rollout.embedded.dtype == "float32":
-        refused = "the trainer computes in bfloat16, rollout.embedded.dtype = 'float32': remove that key"
+        refused = "the trainer computes in bfloat16, but rollout.embedded.dtype = 'float32': remove that key"
     elif precision.format is not QuantFormat.BF16 and not precision.qat:
         refused = (
-            f"the rollout has {precision.format.value} weights and the trainer computes with unrounded ones: set "
-            "precision.qat = true or precision.format = 'bf16'"
+            f"the rollout uses {precision.format.value} weights, but the trainer computes with unrounded weights: "
+            "set precision.qat = true or precision.format = 'bf16'"
         )
     else:
         return

@@ -28,7 +28,7 @@ def parse_ranges(text: str) -> tuple[int, ...]:
             raise ValueError(f"{text!r} is not a list of numbers and ranges: write it as '0-3' or '0,2,4-7'")
         numbers += range(first, last + 1)
     if len(set(numbers)) < len(numbers):
-        raise ValueError(f"{text!r} names a number twice: name each once")
+        raise ValueError(f"{text!r} has a number twice: write each once")
     return tuple(sorted(numbers))
 
 
@@ -44,10 +44,10 @@ def format_ranges(numbers: tuple[int, ...]) -> str:
 
 
 class PoolConfig(Section):
-    """Where the processes of one role are placed."""
+    """Nodes and GPUs for the processes of one role."""
 
-    nodes: str | None = None  # numbers of nodes in the order of the run, as "0-11"; None: all
-    gpus: str | None = None  # positions of GPUs on each of them, as "0-3"; None: all
+    nodes: str | None = None  # node numbers in the order of the run, for example "0-11"; None: all
+    gpus: str | None = None  # GPU indices on each of these nodes, for example "0-3"; None: all
 
     @field_validator("nodes", "gpus", mode="before")
     @classmethod
@@ -67,13 +67,13 @@ class PoolConfig(Section):
 
 
 class PoolsConfig(Section):
-    """The GPUs of each role. docs/configuration.md has the GPUs of a role without a pool."""
+    """GPUs of each role. docs/configuration.md describes the GPUs of a role without a pool."""
 
     trainer: PoolConfig | None = None
     rollout: PoolConfig | None = None
     critic: PoolConfig | None = None
     reference: PoolConfig | None = None  # separate forward-only ranks with the reference weights
-    teachers: PoolConfig | None = None  # of the servers that the run starts for them; embedded ones compute on CPU
+    teachers: PoolConfig | None = None  # servers that the run starts for teachers; embedded servers run on CPU
 
     def of(self, name: PoolName) -> PoolConfig | None:
         pool: PoolConfig | None = getattr(self, name)
@@ -113,18 +113,18 @@ class ClusterConfig(Section):
     """Resources of the Ray cluster."""
 
     nodes: int = Field(1, ge=1)  # nodes of the Ray cluster that the run uses
-    gpus_per_node: int = Field(0, ge=0)  # 0: CPU ranks
-    device: str = "H100"  # kind of the GPUs, for `miles-like plan`, which holds their memory and speed to the run
-    # limit of a call to trainer or critic ranks, or ten times the longest such call so far; then the run ends. Also of
-    # the wait for nodes that have not joined the cluster yet
+    gpus_per_node: int = Field(0, ge=0)  # GPUs of each node that the run uses; 0: CPU ranks
+    device: str = "H100"  # GPU model, whose memory and speed `miles-like plan` uses
+    # time limit of a call to trainer or critic ranks (or ten times the longest such call so far), after which the run
+    # fails; also of the wait for nodes that have not joined the cluster yet
     timeout_s: float = Field(1800.0, gt=0)
-    peak_tflops: float | None = Field(None, gt=0)  # of one rank's device in the training dtype; reported as perf/mfu
+    peak_tflops: float | None = Field(None, gt=0)  # peak of one rank's device in the training dtype, to report perf/mfu
     # trainer and rollout share GPUs and take turns: one releases its memory while the other computes. None: true on
     # GPUs; CPU ranks take turns only if true is given
     colocate: bool | None = None
-    when_busy: Literal["refuse", "queue"] = "refuse"  # where other jobs have the GPUs: end, or wait until they are free
+    when_busy: Literal["refuse", "queue"] = "refuse"  # if other jobs use the GPUs: fail, or wait until they are free
     pools: PoolsConfig = PoolsConfig()
-    stage_dir: str | None = None  # node-local directory of copies; None: inside the run directory
+    stage_dir: str | None = None  # node-local directory for copies of checkpoints; None: inside the run directory
     env: dict[str, str] = Field(
         {}
     )  # environment variables of trainer and critic ranks; "" takes a secret from the driver's
@@ -148,20 +148,21 @@ class ClusterConfig(Section):
             key = f"cluster.pools.{name}"
             if pool.nodes is not None and (last := parse_ranges(pool.nodes)[-1]) >= self.nodes:
                 raise ValueError(
-                    f"{key}.nodes = {pool.nodes!r} names node {last}, cluster.nodes = {self.nodes} has nodes 0 to "
-                    f"{self.nodes - 1}: lower it or raise cluster.nodes"
+                    f"{key}.nodes = {pool.nodes!r} includes node {last}, but cluster.nodes = {self.nodes} has "
+                    f"nodes 0 to {self.nodes - 1}: lower it or raise cluster.nodes"
                 )
             if pool.gpus is None:
                 continue
             if not self.gpus_per_node:
                 raise ValueError(
-                    f"{key}.gpus = {pool.gpus!r} has no effect, because with gpus_per_node = 0 all processes compute "
-                    "on CPU: remove it"
+                    f"{key}.gpus = {pool.gpus!r} has no effect, because with cluster.gpus_per_node = 0 all "
+                    "processes run on CPU: remove it"
                 )
             if (last := parse_ranges(pool.gpus)[-1]) >= self.gpus_per_node:
                 raise ValueError(
-                    f"{key}.gpus = {pool.gpus!r} names GPU {last}, cluster.gpus_per_node = {self.gpus_per_node} has "
-                    f"GPUs 0 to {self.gpus_per_node - 1}: lower it or raise cluster.gpus_per_node"
+                    f"{key}.gpus = {pool.gpus!r} includes GPU {last}, but cluster.gpus_per_node = "
+                    f"{self.gpus_per_node} has GPUs 0 to {self.gpus_per_node - 1}: lower it or raise "
+                    "cluster.gpus_per_node"
                 )
         return self
 
@@ -211,7 +212,7 @@ class ClusterConfig(Section):
                 one = "cluster has" if name == "trainer" and self.pools.trainer is None else f"{pool.keys} has"
                 more = "cluster.nodes" if one == "cluster has" else pool.keys
                 raise ValueError(
-                    f"parallel needs {world} ranks, {one} {pool.described()}: lower parallel.dp or raise {more}"
+                    f"parallel needs {world} ranks, but {one} {pool.described()}: lower parallel.dp or raise {more}"
                 )
         used = {name: set(pools[name].places[:world]) for name in ("trainer", "critic", "reference")}
         sides = {"trainer": used["trainer"], "rollout": set(pools["rollout"].places)}
@@ -221,13 +222,13 @@ class ClusterConfig(Section):
             for name, places in sides.items():
                 if shared := sorted(used["reference"] & places):
                     raise ValueError(
-                        f"cluster.pools.reference and the {name} share node {shared[0][0]} GPU {shared[0][1]}, but the "
-                        "ranks of the reference keep their memory: give them other GPUs, or remove the pool, so "
-                        "that the trainer's ranks swap the reference's weights in"
+                        f"cluster.pools.reference and the {name} share node {shared[0][0]} GPU {shared[0][1]}, "
+                        "but the ranks of the reference keep their memory: assign them different GPUs, or remove "
+                        "the pool, so that the trainer's ranks swap in the reference weights"
                     )
         trained = sides["trainer"] | sides.get("critic", set())
         if self.colocate is False and (shared := sorted(trained & sides["rollout"])):
             raise ValueError(
                 f"cluster.colocate = false, but trained models and the rollout share node {shared[0][0]} GPU "
-                f"{shared[0][1]}: part them, or set cluster.colocate = true"
+                f"{shared[0][1]}: assign them different GPUs, or set cluster.colocate = true"
             )

@@ -27,8 +27,8 @@ class AnyServer(AnyTeacher):
 class RunningServer(AnyServer):
     """A server that is already running."""
 
-    url: ServerUrl  # of a running server with SGLang's interface and the student's tokenizer
-    key_file: str | None = None  # a file of mode 0600 with its key (docs/security.md)
+    url: ServerUrl  # address of a running server with SGLang's API and the student's tokenizer
+    key_file: str | None = None  # file with the server's key, mode 0600 (docs/security.md)
 
     def described(self) -> str:
         return f"the server at {self.url}"
@@ -37,22 +37,23 @@ class RunningServer(AnyServer):
 class LaunchedServer(AnyServer):
     """A server that the run starts."""
 
-    # "sglang": stock, on GPUs of [cluster.pools.teachers], or on CPU in a run without GPUs; "embedded": on CPU. None:
-    # rollout.engine if that pool has GPUs, else embedded
+    # "sglang": stock SGLang on GPUs of [cluster.pools.teachers], or on CPU in a run without GPUs; "embedded": on CPU.
+    # None: rollout.engine if that pool has GPUs, else embedded
     engine: Literal["embedded", "sglang"] | None = None
-    sglang: SGLangFlags | None = None  # of a stock one; None: those of [rollout.sglang]
+    sglang: SGLangFlags | None = None  # flags of a stock server; None: those of [rollout.sglang]
 
     @model_validator(mode="after")
     def flags_are_of_a_stock_server(self) -> LaunchedServer:
         if self.sglang is None:
             return self
         if self.engine != "sglang":
-            raise ValueError(f"engine = {self.engine!r} does not use the flags of sglang: set engine = 'sglang'")
+            raise ValueError(f"engine = {self.engine!r} does not use [sglang] flags: set engine = 'sglang'")
         for key in ("dist_init_port", "enable_memory_saver"):
             if (value := getattr(self.sglang, key)) is not None:
                 raise ValueError(
-                    f"sglang.{key} = {value!r} is not of one server: a run numbers the ports of all its servers from "
-                    "rollout.sglang.dist_init_port, and servers of teachers keep their memory; remove it"
+                    f"sglang.{key} = {value!r} cannot be set for one teacher server: the run assigns the ports of "
+                    "all its servers from rollout.sglang.dist_init_port, and teacher servers never release their "
+                    "memory; remove it"
                 )
         return self
 
@@ -73,7 +74,7 @@ class LaunchedServer(AnyServer):
 class StartedServer(LaunchedServer):
     """A server that the run starts on a Hugging Face directory."""
 
-    path: str  # a Hugging Face directory on which the run starts a server
+    path: str  # Hugging Face directory of the model that the run's teacher server loads
 
     def described(self) -> str:
         return f"a server of {self.path}, which the run starts"
@@ -85,14 +86,14 @@ class MadeServer(LaunchedServer):
     make: MakeConfig
 
     def described(self) -> str:
-        return "a server of what the run makes"
+        return "a server of a model that the run makes"
 
 
 class SwappedWeights(AnyTeacher):
     """Weights of the student's architecture, a Hugging Face or a torch_dist directory, swapped with the trainer's."""
 
     kind: Literal["weights"]
-    path: str  # a Hugging Face or torch_dist directory of the student's architecture
+    path: str  # Hugging Face or torch_dist directory of a model with the student's architecture
 
     def described(self) -> str:
         return f"{self.path}, beside the trainer's weights"
@@ -102,11 +103,11 @@ class PromptedPolicy(AnyTeacher):
     """The policy or the reference, with a separate prompt: with the student's own the teacher would equal it."""
 
     kind: Literal["self"]
-    # template of {prompt}, {answer} and the prompt's other columns
+    # template with {prompt}, {answer} and the prompt's other columns
     prompt: str = Field(
         description='a template with information for the teacher only, e.g. "{prompt}\\nHint: {answer}\\n"'
     )
-    # reference: the initial weights, unless algorithm.reference_every updates them; None: current
+    # reference: the initial weights, or those of algorithm.reference_every; None: current
     weights: Literal["current", "reference"] | None = None
 
     @field_validator("prompt")
@@ -115,17 +116,17 @@ class PromptedPolicy(AnyTeacher):
         try:
             fields = {name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None}
         except ValueError as e:
-            raise ValueError(f"it is not a valid template ({e}): write {{{{ and }}}} for braces") from None
+            raise ValueError(f"it is not a valid template ({e}): write {{{{ and }}}} for literal braces") from None
         if "prompt" not in fields or len(fields) < 2:
             raise ValueError(
-                f"it has the fields {sorted(fields)}: give {{prompt}} and at least one for the "
-                "teacher only, e.g. {answer}"
+                f"it has the fields {sorted(fields)}: use {{prompt}} and at least one for the teacher only, e.g. "
+                "{answer}"
             )
         return prompt
 
     def described(self) -> str:
         weights = "the run's reference weights" if self.weights == "reference" else "the policy"
-        return f"{weights}, asked {self.prompt!r}"
+        return f"{weights}, prompted with {self.prompt!r}"
 
 
 def _kind(part: AnyTeacher) -> str:
@@ -147,7 +148,7 @@ class TeacherConfig(FlatSection):
     started by this run on the Hugging Face directory `path` or on the checkpoint that `make` describes."""
 
     part: TeacherPart  # a server, weights that the trainer loads, or the trained model itself with another prompt
-    sources: tuple[str, ...] = ()  # prompt sources that it teaches; empty: all sources without another teacher
+    sources: tuple[str, ...] = ()  # prompt sources that this teacher scores; empty: all sources without another teacher
 
     section = "teacher"
 
@@ -170,9 +171,10 @@ class Candidates(Part):
     """A differentiable loss over the teacher's `top_k` most likely tokens at each position."""
 
     switch = "top_k"
-    # the teacher's most likely tokens at each position that the loss uses; 0: only the sampled token
+    # number of the teacher's most likely tokens that the loss uses at each position; 0: only the sampled token
     top_k: int = Field(gt=0)
-    beta: float | None = Field(None, ge=0, le=1)  # 1 reverse KL, 0 forward KL, between: Jensen-Shannon
+    # 1: reverse KL; 0: forward KL; between: generalized Jensen-Shannon divergence
+    beta: float | None = Field(None, ge=0, le=1)
 
 
 class Teaching(Part):
@@ -180,10 +182,10 @@ class Teaching(Part):
 
     chosen_by = switch = "mode"
     mode: Literal["alone", "added"]  # replaces the reward's advantages, or is added to them
-    coefficient: float = Field(1.0, gt=0)  # factor of the teachers' part
+    coefficient: float = Field(1.0, gt=0)  # factor of the distillation advantage or loss
     candidates: Candidates | None = None  # None: the advantage of a sampled token is log p_teacher - log p_student
-    sequences_per_request: int = Field(64, ge=1)  # to a teacher's server
-    request_timeout_s: float = Field(300.0, gt=0)  # of a request to a teacher's server
+    sequences_per_request: int = Field(64, ge=1)  # sequences in one request to a teacher's server
+    request_timeout_s: float = Field(300.0, gt=0)  # time limit of a request to a teacher's server
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -203,8 +205,8 @@ class Teaching(Part):
         for key, users in asked.items():
             if not users and (value := getattr(self, key)) != type(self).model_fields[key].default:
                 raise ValueError(
-                    f"distillation.{key} = {value} does nothing without a teacher of kind 'server' (one of kind 'self' "
-                    "uses rollout.request_timeout_s): remove it"
+                    f"distillation.{key} = {value} has no effect without a teacher of kind 'server' (one of kind "
+                    "'self' uses rollout.request_timeout_s): remove it"
                 )
         return self
 
@@ -216,8 +218,8 @@ class Teaching(Part):
                 if source in taught:
                     what = f"the source {source!r}" if source else "all sources that no teacher lists"
                     raise ValueError(
-                        f"distillation.teachers.{taught[source]} and .{name} both teach {what}: give each different "
-                        "sources"
+                        f"distillation.teachers.{taught[source]} and .{name} both teach {what}: assign each "
+                        "source to one teacher"
                     )
                 taught[source] = name
         return self
@@ -227,8 +229,9 @@ class Teaching(Part):
         for name, teacher in self.teachers.items():
             if (of := self.candidates) is not None and not teacher.by_server:
                 raise ValueError(
-                    f"distillation.top_k = {of.top_k}, but the trainer scores teacher {name!r} and gives "
-                    "log-probs of sampled tokens only: set kind = 'server' (with path the run starts one), or top_k = 0"
+                    f"distillation.top_k = {of.top_k}, but the trainer scores teacher {name!r} and returns "
+                    "log-probs of sampled tokens only: set kind = 'server' (with path the run starts one), or "
+                    "top_k = 0"
                 )
         return self
 
@@ -251,14 +254,15 @@ class Teaching(Part):
                 )
             if isinstance(teacher.part, StartedServer | MadeServer) and not startable(teacher.part):
                 raise ValueError(
-                    f"teacher {name!r} has no url, and a run starts servers of teachers on GPUs of "
-                    "[cluster.pools.teachers] or, with rollout.engine = 'embedded' or its own engine = 'embedded', on "
-                    "CPUs: add that pool, or start an SGLang server for it and give its url"
+                    f"teacher {name!r} has no url, and a run starts teacher servers only on GPUs of "
+                    "[cluster.pools.teachers] or, with rollout.engine = 'embedded' or the teacher's engine = "
+                    "'embedded', on CPUs: add that pool, or start an SGLang server for this teacher and set its "
+                    "url"
                 )
         if algorithm.shuffle_advantages:
             raise ValueError(
-                "algorithm.shuffle_advantages shuffles one number per sample, and distillation gives one per token: "
-                "set it to false, or distillation.mode = 'off'"
+                "algorithm.shuffle_advantages shuffles one number per sample, but distillation produces one per "
+                "token: set it to false, or distillation.mode = 'off'"
             )
         if self.mode == "alone":
             self._check_alone(algorithm, corrected)
@@ -281,8 +285,8 @@ class Teaching(Part):
             if value is not None:
                 mode = "'alone'" + ("" if self.candidates is None else f" and top_k = {self.candidates.top_k}")
                 raise ValueError(
-                    f"{key} = {value!r} does nothing with distillation.mode = {mode}, which computes no advantages "
-                    "from rewards: remove it, or set mode = 'added'"
+                    f"{key} = {value!r} has no effect with distillation.mode = {mode}, which computes no "
+                    "advantages from rewards: remove it, or set mode = 'added'"
                 )
 
 

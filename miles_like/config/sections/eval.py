@@ -17,7 +17,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # it is a component of metric 
 class SetConfig(Section):
     """One further set. Keys that are not given are as for `data.eval`."""
 
-    path: str  # a file or a hub name, as data.eval, with the columns that [data] names
+    path: str  # a file or a hub name, with the columns that [data] specifies
     samples: int | None = Field(None, ge=1)  # None: eval.samples
     greedy: bool | None = None  # None: eval.greedy
     temperature: float | None = Field(None, gt=0)  # None: eval.temperature
@@ -47,19 +47,19 @@ class EvalSet(Section):
     def name_stands_in_metrics(self) -> EvalSet:
         if not NAME.fullmatch(self.name):
             raise ValueError(
-                f"eval set {self.name!r} ({self.path}) cannot be part of a metric's name: use letters, digits, '.', "
-                "'_' and '-' (data.eval is named after its file, [eval.sets.NAME] freely)"
+                f"eval set {self.name!r} ({self.path}) cannot be part of a metric's name: use letters, digits, "
+                "'.', '_' and '-' (data.eval is named after its file; for [eval.sets.NAME], choose another NAME)"
             )
         return self
 
 
 class EvalConfig(Section):
-    # steps between two evaluations, besides those before the first and after the last step; 0: never
+    # steps between evaluations, besides those before the first and after the last step; 0: never evaluate
     every: int = Field(25, ge=0)
     samples: int = Field(1, ge=1)  # k of avg@k and pass@k: sampled answers per prompt
     greedy: bool = True  # also one greedy answer per prompt; with samples = 1 it is the only answer
-    temperature: float | None = Field(None, gt=0)  # of sampled answers; None: rollout.temperature
-    max_prompts: int | None = Field(None, ge=1)  # the first ones of each set; None: all
+    temperature: float | None = Field(None, gt=0)  # sampling temperature; None: rollout.temperature
+    max_prompts: int | None = Field(None, ge=1)  # number of prompts per set, from its beginning; None: all
     sets: dict[str, SetConfig] = Field(default_factory=dict)  # name -> further sets beside data.eval
 
     def all_sets(self, first: str | None) -> tuple[EvalSet, ...]:
@@ -75,7 +75,7 @@ class EvalConfig(Section):
         given |= self.sets
         for key, value in changed(self):
             if key in _SHARED and not given:
-                raise ValueError(f"eval.{key} = {value} does nothing without a set: give data.eval")
+                raise ValueError(f"eval.{key} = {value} has no effect without an eval set: set data.eval")
         shared = self.model_dump(include=set(_SHARED)) | {"max_new_tokens": None, "reward": None}
         out = tuple(EvalSet(name=n, **shared | s.model_dump(exclude_none=True)) for n, s in given.items())
         greedy = {s.name for s in out if not s.sampled}
@@ -84,8 +84,8 @@ class EvalConfig(Section):
             cold.append("eval")
         if cold:
             raise ValueError(
-                f"{cold[0]}.temperature does nothing with samples = 1 and greedy = true, one greedy answer to each "
-                "prompt: raise samples, set greedy = false, or remove it"
+                f"{cold[0]}.temperature has no effect with samples = 1 and greedy = true, which give one greedy "
+                "answer per prompt: raise samples, set greedy = false, or remove it"
             )
         return out
 
@@ -96,8 +96,8 @@ def check_measured(sets: Iterable[EvalSet], reward: str | None, *, played: bool)
     for s in sets:
         if not played and (s.reward or reward) == "none":
             raise ValueError(
-                f"reward.name = 'none' is 0 for every answer, so the eval set {s.name!r} would measure nothing: name "
-                "another reward, or give the set its own as reward in [eval.sets.NAME] in place of data.eval"
+                f"reward.name = 'none' is 0 for every answer, so the eval set {s.name!r} would measure nothing: "
+                "choose another reward, or replace data.eval by an [eval.sets.NAME] with its own reward"
             )
 
 

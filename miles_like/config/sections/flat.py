@@ -161,7 +161,7 @@ def _check_given(cls: type[FlatSection], given: Mapping[str, object]) -> None:
         if (known := _texts(cls).get(key)) and value not in known:
             raise ValueError(unknown(f"{cls.section}.{key}", value, known))
         if key in numbers and isinstance(value, int | float) and value < 0:
-            raise ValueError(f"{cls.section}.{key} = {value} is below 0: give 0, which is off, or more")
+            raise ValueError(f"{cls.section}.{key} = {value} is negative: set it to 0 (off) or more")
 
 
 def _nested(
@@ -205,7 +205,7 @@ def _chosen(cls: type[FlatSection], parts: tuple[type[Part], ...], text: Mapping
     required = {name: part for part in fitting for name in _required(part)}
     if len(given := [name for name in required if name in text]) != 1:
         raise ValueError(
-            f"{cls.section}.{key} = {value!r} with {' and '.join(given) or 'no key'}: give exactly one of "
+            f"{cls.section}.{key} = {value!r} with {' and '.join(given) or 'neither key'}: set exactly one of "
             f"{', '.join(required)}"
         )
     return required[given[0]]
@@ -237,7 +237,7 @@ def _refusal(cls: type[FlatSection], model: type[BaseModel], key: str, text: Map
         of, remedy = "above 0", f"set {switch} above 0"
     elif chosen is not None and now in owners[0].names():  # parts of one name, which have different keys
         needs, has = (" and ".join(_required(part)) for part in (owners[0], chosen))
-        of, its, remedy = f"= {now!r} with {needs}", f"{now!r} with {has}", f"give {needs} instead of {has}"
+        of, its, remedy = f"= {now!r} with {needs}", f"{now!r} with {has}", f"set {needs} instead of {has}"
     return f"{shown} is a key of {switch} {of}, not of {its}: remove it, or {remedy}"
 
 

@@ -14,20 +14,21 @@ from miles_like.section import Section
 class CriticConfig(Section):
     """The value model of algorithm.advantage = "ppo"."""
 
-    lr: float | None = Field(None, gt=0)  # None: optimizer.lr
+    lr: float | None = Field(None, gt=0)  # peak learning rate of the critic; None: optimizer.lr
 
 
 class BufferConfig(Section):
     """How far sampling may run ahead of training (docs/asynchrony.md)."""
 
-    max_staleness: int = Field(0, ge=0)  # weight versions between sampling a token and training on it; 0: on-policy
-    # groups in flight beyond those of one step, as a share of these. None: max_staleness, the most that can be trained.
-    # With max_staleness = 0 the remaining groups are aborted and discarded when a step is full.
+    # largest number of weight versions between sampling a token and training on it; 0: on-policy
+    max_staleness: int = Field(0, ge=0)
+    # groups in flight beyond those of one step, as a share of a step's groups. None: max_staleness, the most that can
+    # be trained. With max_staleness = 0, the remaining groups are aborted and discarded when a step is full
     over_sampling: float | None = Field(None, ge=0)
-    # new weights are published when all groups admitted under the old ones have ended, so that the weights of a group
-    # depend on its admission and not on timing. None: with alignment.deterministic
+    # publish new weights only after all groups admitted under the old ones have ended, so that the weights of a group
+    # do not depend on timing. None: the value of alignment.deterministic
     lockstep: bool | None = None
-    # a group with tokens older than max_staleness: discard it, or train on it without these tokens
+    # what to do with a group that has tokens older than max_staleness: discard it, or mask these tokens
     old_tokens: Literal["drop", "mask"] = "drop"
 
     @property
@@ -47,8 +48,8 @@ class BufferConfig(Section):
         k, share, lockstep = self.max_staleness, self.over_sampling, self.in_lockstep(deterministic=deterministic)
         if lockstep and k and share is not None:
             raise ValueError(
-                f"buffer.over_sampling = {share} does nothing in lockstep with buffer.max_staleness = {k}, where whole "
-                "steps are sampled ahead: remove it, or set buffer.lockstep = false"
+                f"buffer.over_sampling = {share} has no effect in lockstep with buffer.max_staleness = {k}, which "
+                "samples whole steps ahead: remove it, or set buffer.lockstep = false"
             )
         if self.old_tokens == "mask" and (lockstep or share is None or share <= k):
             raise ValueError(
@@ -58,21 +59,23 @@ class BufferConfig(Section):
             )
         if self.slack and share is not None and share > self.slack:
             raise ValueError(
-                f"buffer.over_sampling = {share}: some of these groups would be too old before they are trained; with "
-                f"buffer.max_staleness = {k} and buffer.old_tokens = {self.old_tokens!r} at most {self.slack} times a "
-                "step's groups can be in flight beyond it: lower it, or raise buffer.max_staleness"
+                f"buffer.over_sampling = {share}: some of these groups would become too old before they are "
+                f"trained; with buffer.max_staleness = {k} and buffer.old_tokens = {self.old_tokens!r} at most "
+                f"{self.slack} times a step's groups can be in flight beyond it: lower buffer.over_sampling, or "
+                "raise buffer.max_staleness"
             )
 
 
 class CheckpointConfig(Section):
-    every: int = Field(0, ge=0)  # 0: only after the last step
+    every: int = Field(0, ge=0)  # steps between checkpoints; 0: only after the last step
     keep: int = Field(2, ge=1)  # number of latest checkpoints to keep
-    keep_every: int | None = Field(None, ge=1)  # also keep those whose step is a multiple of it
-    keep_best: str | None = None  # also keep the best one by this metric, such as "eval/heldout/avg@1"
-    asynchronous: bool = False  # write a copy of the state while training continues; needs host memory for it
-    # after SIGTERM the run has this long to reach a step boundary, save there and end; 0: it ends at once
+    keep_every: int | None = Field(None, ge=1)  # also keep checkpoints whose step is a multiple of this
+    keep_best: str | None = None  # also keep the best checkpoint by this metric, such as "eval/heldout/avg@1"
+    asynchronous: bool = False  # write a copy of the state while training continues; requires host memory for the copy
+    # seconds after SIGTERM in which the run reaches a step boundary, saves and ends; 0: end without saving
     grace_s: float = Field(20.0, ge=0)
-    deadline_s: float | None = Field(None, gt=0)  # from the start of the command; the run saves and ends before it
+    # time limit from the start of the command; the run saves and ends before it
+    deadline_s: float | None = Field(None, gt=0)
 
     def check(self, *, sets: Collection[str], eval_every: int) -> None:
         """Raises ValueError for a `keep_best` that would keep nothing. sets: names of the run's eval sets."""
@@ -81,16 +84,16 @@ class CheckpointConfig(Section):
             return
         evaluated = best.startswith("eval/")
         if evaluated and name not in sets:
-            there = f"the run's are {', '.join(sets)}" if sets else "the run has none: give data.eval"
+            there = f"the eval sets are {', '.join(sets)}" if sets else "the run has none: set data.eval"
             raise ValueError(f"checkpoint.keep_best = {best!r}: there is no eval set {name!r}, {there}")
         if not better(best):
             raise ValueError(
-                f"checkpoint.keep_best = {best!r}: this metric has no better direction; name another one of "
-                "docs/metrics.md, such as eval/heldout/avg@1, or remove it"
+                f"checkpoint.keep_best = {best!r}: whether higher or lower is better is undefined for this "
+                "metric; choose another one of docs/metrics.md, such as eval/heldout/avg@1, or remove it"
             )
         for key, value in (("checkpoint.every", self.every), ("eval.every", eval_every if evaluated else None)):
             if value == 0:
                 raise ValueError(
-                    f"checkpoint.keep_best = {best!r} does nothing with {key} = 0, which leaves only the last "
+                    f"checkpoint.keep_best = {best!r} has no effect with {key} = 0, which leaves only the last "
                     f"step to choose from: set {key}, or remove it"
                 )

@@ -64,7 +64,7 @@ class FunctionReward(Reward):
 
 
 class ExactConfig(Comparison):
-    ignore_case: bool = False  # compare without upper and lower case
+    ignore_case: bool = False  # ignore upper and lower case in the comparison
 
 
 class MultipleChoiceConfig(Comparison):
@@ -72,7 +72,7 @@ class MultipleChoiceConfig(Comparison):
 
 
 class RegexConfig(Reward):
-    pattern: str  # (?P<answer>...): the group's last match must equal the answer; without it: must match
+    pattern: str  # with (?P<answer>...), its last match must equal the answer; otherwise the pattern must match
 
     reads = _PATIENCE
 
@@ -112,7 +112,7 @@ class LengthConfig(Reward):
     @model_validator(mode="after")
     def there_is_room_between(self) -> LengthConfig:
         if self.limit <= self.target:
-            raise ValueError(f"reward.length.limit = {self.limit} is not above target = {self.target}: raise it")
+            raise ValueError(f"reward.length.limit = {self.limit} must be above target = {self.target}: raise it")
         return self
 
 
@@ -120,8 +120,8 @@ class EndpointConfig(Reward):
     """A server computes the reward."""
 
     url: ServerUrl  # http:// or https:// address
-    key_file: str | None = None  # holds the bearer token, which must not stand in a configuration
-    key_over_http: bool = False  # allow sending the key unencrypted to another machine of a trusted network
+    key_file: str | None = None  # file with the bearer token, which must not be in a configuration
+    key_over_http: bool = False  # allow sending the key unencrypted to another machine on a trusted network
 
     reads = _CALLS
 
@@ -134,7 +134,9 @@ class EndpointConfig(Reward):
                 "set key_over_http = true if the network is trusted"
             )
         if self.key_over_http and not exposed:
-            raise ValueError("key_over_http does nothing without a key_file and an http:// url of another machine")
+            raise ValueError(
+                "key_over_http has no effect without a key_file and an http:// url of another machine: remove it"
+            )
         return self
 
 
@@ -154,7 +156,7 @@ class V1Classify(Part):
 
     chosen_by = "api"
     api: Literal["v1/classify"]
-    model: str  # the name it is served under
+    model: str  # name under which the server serves the model
 
 
 class Plain(Part):
@@ -173,11 +175,11 @@ class Chat(Part):
 class RewardModelConfig(EndpointConfig, FlatSection):
     """`url` is the server's, without a path."""
 
-    # what is requested: raw outputs (SGLang's), or probabilities
+    # endpoint: raw outputs (SGLang's classify), or probabilities (v1/classify)
     api: Annotated[Classify | V1Classify, Field(discriminator="api")] = Classify()
     # form of the text that is scored: plain text, the policy's token ids, or a chat
     send: Annotated[Plain | Chat, Field(discriminator="send")] = Plain()
-    output: int | None = Field(None, ge=0)  # index among several outputs; None: the model has one
+    output: int | None = Field(None, ge=0)  # index of the output that is the reward; None: the model has one output
 
     section = "reward.reward_model"
 
@@ -194,8 +196,8 @@ class Steps(Part):
 
     chosen_by = "kind"
     kind: Literal["process"]
-    step_separator: str = "\n"  # steps are the parts between it; "": each token is a step
-    # the reward: which of the steps' probabilities of being right, or their mean or product
+    step_separator: str = "\n"  # text between steps; "": each token is a step
+    # how the steps' probabilities of being right become the reward
     reduce: Literal["min", "last", "mean", "product"] = "min"
 
 
@@ -205,7 +207,7 @@ class LocalRewardModelConfig(Reward, FlatSection):
     model: str  # Hugging Face directory of a model with a scalar head
     # what the head was trained on: whole responses (reward_model), or steps (process_reward)
     steps: Annotated[Outcome | Steps, Field(discriminator="kind")] = Outcome()
-    device: str = "cpu"  # where it runs, as torch names it
+    device: str = "cpu"  # torch device, for example "cuda:0"
 
     section = "reward.local_reward_model"
     reads = _PATIENCE
@@ -227,13 +229,13 @@ class JudgeConfig(EndpointConfig):
     """`url` is the server's, without a path."""
 
     model: str = "default"  # served model name; SGLang accepts any
-    template: str = JUDGE  # of the user message; {prompt}, {answer} and {response} are filled in
+    template: str = JUDGE  # user message; {prompt}, {answer} and {response} are filled in
     system: str | None = None  # system message; None: none
     pattern: str = r"(?i:score)\W*?:\W*?(-?\d+(?:\.\d+)?)"  # group 1 of its last match is the score
-    low: float = 0.0  # the score of reward 0; a lower one is invalid
-    high: float = 10.0  # the score of reward 1; a higher one is invalid
-    temperature: float = Field(0.0, ge=0)  # of the judge's sampling
-    max_tokens: int = Field(1024, ge=1)  # of the judge's answer
+    low: float = 0.0  # score that gives reward 0; a lower score is invalid
+    high: float = 10.0  # score that gives reward 1; a higher score is invalid
+    temperature: float = Field(0.0, ge=0)  # the judge's sampling temperature
+    max_tokens: int = Field(1024, ge=1)  # token limit of the judge's answer
 
     @property
     def compares(self) -> bool:
@@ -242,7 +244,7 @@ class JudgeConfig(EndpointConfig):
     @model_validator(mode="after")
     def it_can_be_read(self) -> JudgeConfig:
         if self.low >= self.high:
-            raise ValueError(f"reward.judge.low = {self.low} is not below high = {self.high}: swap them")
+            raise ValueError(f"reward.judge.low = {self.low} must be below high = {self.high}: swap them")
         if "{response}" not in self.template:
             raise ValueError("reward.judge.template has no {response}, so the judge would not see the response: add it")
         if regex.compile(_pattern(self.pattern, "reward.judge.pattern")).groups < 1:
@@ -293,12 +295,13 @@ def has_options(name: object) -> bool:
 class RewardConfig(Section):
     name: str | None = None  # a built-in reward or an import path (docs/rewards.md); None: exact_number, or `parts`
     parts: dict[str, float] = Field({})  # name -> weight in the sum of several rewards; 0: only logged
-    style: Literal["own", "sample", "verl", "slime", "trl", "openrlhf"] | None = None  # of a function; None: inferred
-    unit: Literal["sample", "group", "batch"] | None = None  # of one call of a function; None: inferred
-    args: dict[str, JsonValue] = Field({})  # `args` of a function of style "slime"
-    timeout_s: float | None = Field(None, gt=0)  # per attempt; None: 60 s, of a local reward 10 s
-    retries: int | None = Field(None, ge=0)  # per sample; None: 2, of a local reward 0
-    retry_wait_s: float | None = Field(None, ge=0)  # before the first retry, then doubled; None: 1 s
+    # signature of a function (docs/rewards.md); None: inferred
+    style: Literal["own", "sample", "verl", "slime", "trl", "openrlhf"] | None = None
+    unit: Literal["sample", "group", "batch"] | None = None  # what one call of a function scores; None: inferred
+    args: dict[str, JsonValue] = Field({})  # the `args` argument of a function of style "slime"
+    timeout_s: float | None = Field(None, gt=0)  # time limit per attempt; None: 60 s, for a local reward 10 s
+    retries: int | None = Field(None, ge=0)  # retries per sample; None: 2, for a local reward 0
+    retry_wait_s: float | None = Field(None, ge=0)  # wait before the first retry, then doubled; None: 1 s
     concurrency: int | None = Field(None, ge=1)  # concurrent calls of one reward; None: 64
     exact: ExactConfig | None = None
     multiple_choice: MultipleChoiceConfig | None = None
@@ -325,8 +328,8 @@ class RewardConfig(Section):
             return BUILT_IN[name].model_validate({}) if given is None else given
         except ValidationError as e:
             raise ValueError(
-                f"reward {name!r} needs options: give it to reward.parts with its [reward.{name}], with a weight of 0 "
-                f"if it is not to be trained on ({e.errors()[0]['msg']})"
+                f"reward {name!r} needs options: add it to reward.parts and set [reward.{name}], with a weight of "
+                f"0 if it should only be logged ({e.errors()[0]['msg']})"
             ) from None
 
     def compares(self, name: str) -> bool:
@@ -362,8 +365,8 @@ class RewardConfig(Section):
     def every_key_does_something(self) -> RewardConfig:
         if self.parts and self.name is not None:
             raise ValueError(
-                f"reward.name = {self.name!r} and reward.parts: give one; {self.name!r} can be one of the parts "
-                '(reward.name = "" removes an inherited name)'
+                f"reward.name = {self.name!r} and reward.parts are both set: remove one; {self.name!r} can be one "
+                'of the parts (reward.name = "" removes an inherited name)'
             )
         if "none" in self.parts:
             raise ValueError("reward.parts has 'none', which adds 0 to every sum: remove it")
@@ -371,8 +374,8 @@ class RewardConfig(Section):
         read = {"name", "parts", *self.weights}.union(*(self._read_by(name) for name in self.weights))
         for key, _ in changed(self):
             if key not in read:
-                remedy = f"remove it, or name {key!r}" if key in BUILT_IN else "remove it"
-                raise ValueError(f"reward.{key} does nothing with reward {names}: {remedy}")
+                remedy = f"remove it, or add {key!r} to reward.parts" if key in BUILT_IN else "remove it"
+                raise ValueError(f"reward.{key} has no effect with reward {names}: {remedy}")
         return self
 
     def _read_by(self, name: str) -> set[str]:

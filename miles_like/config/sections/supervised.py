@@ -23,7 +23,7 @@ class DpoPart(Part):
 
 class Sigmoid(DpoPart):
     loss: Literal["sigmoid"] = "sigmoid"
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)  # assumed share of reversed pairs
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)  # assumed share of pairs with swapped labels
 
 
 class Ipo(DpoPart):
@@ -36,22 +36,22 @@ class SupervisedConfig(FlatSection):
 
     messages_key: str = "messages"  # sft, kto: column of whole conversations, used if a row has it
     chosen_key: str = "chosen"  # pairs: column of the preferred answer
-    rejected_key: str = "rejected"  # pairs: column of the rejected one
-    label_key: str = "label"  # kto: column that is true for a desirable answer; a row without it is a pair
+    rejected_key: str = "rejected"  # pairs: column of the rejected answer
+    label_key: str = "label"  # kto: column that is true for a desirable answer; a row without this column is a pair
     steps_key: str = "steps"  # process_reward: column with the list of an answer's steps
-    step_labels_key: str = "labels"  # process_reward: column with one label a step: true, false or a share in [0, 1]
-    step_separator: str = "\n"  # process_reward: text after each step but the last
+    step_labels_key: str = "labels"  # process_reward: column with one label per step: true, false or a share in [0, 1]
+    step_separator: str = "\n"  # process_reward: text after each step except the last
     # sft: weight of an example: its tokens, or 1; process_reward: its steps, or 1
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     # dpo, kto: reward per log-ratio to the reference; simpo: per nat of the mean log-probability; orpo: weight of the
     # odds ratio
     beta: float = Field(0.1, gt=0)
     dpo: Annotated[Sigmoid | Ipo, Field(discriminator="loss")] = Sigmoid()  # dpo: form of the loss
-    desirable_weight: float = Field(1.0, gt=0)  # kto: of the loss of a desirable answer
-    undesirable_weight: float = Field(1.0, gt=0)  # kto: of the loss of any other
+    desirable_weight: float = Field(1.0, gt=0)  # kto: weight of the loss of a desirable answer
+    undesirable_weight: float = Field(1.0, gt=0)  # kto: weight of the loss of an undesirable answer
     nll_of: Literal["text", "answer"] = "text"  # orpo: what the NLL covers: prompt and chosen answer, or the answer
-    margin: float = Field(0.5, ge=0)  # simpo: reward by which the chosen answer has to lead
-    center_coefficient: float = Field(0.0, ge=0)  # reward_model: of the squared sum of a pair's rewards
+    margin: float = Field(0.5, ge=0)  # simpo: margin between the rewards of chosen and rejected answers
+    center_coefficient: float = Field(0.0, ge=0)  # reward_model: coefficient of the squared sum of a pair's rewards
 
     section = "supervised"
     absent: ClassVar[Mapping[str, object]] = {"label_smoothing": 0.0}
@@ -74,8 +74,8 @@ def check_keys(name: str, given: SupervisedConfig, groups_per_step: int) -> None
     example a step."""
     if name == "kto" and groups_per_step == 1:
         raise ValueError(
-            "train.groups_per_step = 1 with algorithm.name = 'kto', whose baseline joins the prompt of each example "
-            "with the answer of another one of its step: raise it to 2 or more"
+            "train.groups_per_step = 1 with algorithm.name = 'kto', whose baseline pairs the prompt of each "
+            "example with the answer of another example in the step: raise it to 2 or more"
         )
     for key, value, _ in _changes(given, SupervisedConfig(), _KEYS_OF.get(name, set())):
         owners = " or ".join(repr(owner) for owner, keys in _KEYS_OF.items() if key in keys)
@@ -92,8 +92,8 @@ def check_unused(name: str, sections: Mapping[str, tuple[BaseModel, BaseModel, s
         for key, value, usual in _changes(given, default, used):
             other = f", or set it to {usual!r}" if usual is not None else ""
             raise ValueError(
-                f"{section}.{key} = {value!r} does nothing with algorithm.name = {name!r}, which samples no answers: "
-                f"remove it{other}"
+                f"{section}.{key} = {value!r} has no effect with algorithm.name = {name!r}, which samples no "
+                f"answers: remove it{other}"
             )
 
 

@@ -31,14 +31,14 @@ def check_vllm(
         )
     if publish.pause_mode == "in_place":
         raise ValueError(
-            "publish.pause_mode = 'in_place', but a vLLM server cannot drop its prefix cache while it holds frozen "
-            "requests, so later ones would continue from keys and values of the old weights: set it to 'retract' or "
-            "'abort'"
+            "publish.pause_mode = 'in_place', but a vLLM server cannot drop its prefix cache while it holds "
+            "frozen requests, so later requests would reuse keys and values of the old weights: set it to "
+            "'retract' or 'abort'"
         )
     if not publish.answer_tokens:
         raise ValueError(
-            "publish.answer_tokens = 0, but the hashes of a vLLM server are of the tensors that it fuses and cannot "
-            "be compared with the trainer's weights, so a scored text is the only check of a publication: raise it"
+            "publish.answer_tokens = 0, but a vLLM server hashes its fused tensors, which cannot be compared "
+            "with the trainer's weights, so scoring a text is the only check of a publication: raise it"
         )
     if replay.gates and replay.mode == "r3":
         raise ValueError(
@@ -47,18 +47,18 @@ def check_vllm(
         )
     if takes_turns:
         raise ValueError(
-            "rollout.engine = 'vllm' cannot take turns with the trainer on a device (cluster.colocate): its servers "
-            "drop their weights when they sleep, and this project does not fill them again; give trainer and rollout "
-            f"other GPUs, set cluster.colocate = false, {_OTHERS}"
+            "rollout.engine = 'vllm' cannot take turns with the trainer on a device (cluster.colocate): its "
+            "servers drop their weights when they sleep, and this project cannot reload them; assign trainer and "
+            f"rollout different GPUs, set cluster.colocate = false, {_OTHERS}"
         )
     width = rollout.vllm.tensor_parallel_size
     if gpus_per_node and width > gpus_per_node:
         raise ValueError(
-            f"rollout.vllm.tensor_parallel_size = {width} is more than the {gpus_per_node} GPUs of a node that its "
-            f"servers may use, and a vLLM server is started on one node here: lower it, {_OTHERS}"
+            f"rollout.vllm.tensor_parallel_size = {width} exceeds the {gpus_per_node} GPUs of a node that its "
+            f"servers may use, and a vLLM server runs on one node only: lower it, {_OTHERS}"
         )
     if not gpus_per_node and width > 1:
         raise ValueError(
-            f"rollout.vllm.tensor_parallel_size = {width} divides the model over GPUs, cluster.gpus_per_node = 0: set "
-            "it to 1"
+            f"rollout.vllm.tensor_parallel_size = {width} divides the model over GPUs, but cluster.gpus_per_node "
+            "= 0: set tensor_parallel_size to 1"
         )

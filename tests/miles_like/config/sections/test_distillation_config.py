@@ -41,7 +41,7 @@ def test_who_scores_and_what_the_trainer_keeps() -> None:
         "teacher r of 'r': the run's reference weights, asked '{prompt}{answer}'",
     ]
     assert section(teachers={"t": {"make": MAKE}}).described() == [
-        "teacher t of all other sources: a server of what the run makes"
+        "teacher t of all other sources: a server of a model that the run makes"
     ]
     assert {n: t.by_server for n, t in d.teachers.items()} == {"s": True, "w": False, "c": True, "r": False}
     assert d.reference and not section().reference
