@@ -71,7 +71,12 @@ def output(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="print only errors")] = False,
     log_level: Annotated[
-        str, typer.Option("--log-level", metavar="LEVEL", help=f"{', '.join(LOG_LEVELS[:-1])} or {LOG_LEVELS[-1]}")
+        str,
+        typer.Option(
+            "--log-level",
+            metavar="LEVEL",
+            help=f"level of log messages: {', '.join(LOG_LEVELS[:-1])} or {LOG_LEVELS[-1]}",
+        ),
     ] = "warning",
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="print mismatch, tokens per second and phase times with each step")

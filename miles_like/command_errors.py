@@ -82,8 +82,8 @@ def fault(error: Exception, log: Path | None) -> str:
     """The sentence for a fault of this program."""
     words = sentence(error)
     named = f"{type(error).__name__}: {words[:500]}" if words else type(error).__name__
-    where = f"{log} has the traceback" if log is not None else "its traceback could not be written"
-    return f"this is a fault of this program ({named}); {where}: please report it"
+    where = f"{log} has the traceback" if log is not None else "the traceback could not be written"
+    return f"internal error of miles-like ({named}); {where}: please report it"
 
 
 def _write_traceback(logs: Path | None, *, anywhere: bool) -> Path | None:

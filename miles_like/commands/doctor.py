@@ -18,11 +18,9 @@ def doctor(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="validate nodes, GPUs, ports and disks against this run's configuration"),
+        typer.Option("--config", help="check nodes, GPUs, ports and disks against this run's configuration"),
     ] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="the run directory, whose disk is examined too")
-    ] = None,
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="run directory, whose disk is examined too")] = None,
     json: Annotated[
         Path | None, typer.Option("--json", help="write all findings and measurements to this file")
     ] = None,
@@ -43,7 +41,7 @@ def doctor(
         loaded = None if config is None else load_config(config, overrides)
         of_run = [*(f"--set {one}" for one in overrides), *([] if run_dir is None else [f"--run-dir {run_dir}"])]
         if config is None and of_run:
-            raise ValueError(f"{of_run[0]} does nothing without --config: give the run's configuration")
+            raise ValueError(f"{of_run[0]} has no effect without --config: pass the run's configuration")
         if json is not None:
             check_writable(json)
         try:

@@ -17,19 +17,21 @@ if TYPE_CHECKING:
 
 DataOption = Annotated[
     list[str] | None,
-    typer.Option("--data", metavar="[NAME=]FILE", help="prompts and answers, in place of the config's"),
+    typer.Option("--data", metavar="[NAME=]FILE", help="file of prompts and answers, instead of the configuration's"),
 ]
 PortOption = Annotated[
-    int | None, typer.Option("--port", min=0, max=65535, help="of the server; by default any free one")
+    int | None, typer.Option("--port", min=0, max=65535, help="port of the server; default: any free port")
 ]
 BestOption = Annotated[
     int | None,
-    typer.Option("--best-of", min=2, metavar="N", help="choose among N sampled answers, in place of --samples"),
+    typer.Option("--best-of", min=2, metavar="N", help="sample N answers and choose one, instead of --samples"),
 ]
 BeamOption = Annotated[
-    int | None, typer.Option("--beam", min=1, metavar="W", help="also a beam search, which keeps W of the N answers")
+    int | None, typer.Option("--beam", min=1, metavar="W", help="also run a beam search that keeps W of the N answers")
 ]
-StepOption = Annotated[int | None, typer.Option("--step-tokens", min=1, help="of a step of the beam search; 16")]
+StepOption = Annotated[
+    int | None, typer.Option("--step-tokens", min=1, help="tokens per step of the beam search; default: 16")
+]
 
 
 def evaluate(
@@ -37,12 +39,19 @@ def evaluate(
     data: DataOption = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="take columns, template, sampling, reward and sets from this run's config"),
+        typer.Option("--config", help="run configuration with columns, template, sampling, reward and eval sets"),
     ] = None,
-    samples: Annotated[int | None, typer.Option("--samples", min=1, help="k of avg@k and pass@k; 1: greedy")] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples", min=1, help="k of avg@k and pass@k: sampled answers per prompt; 1: one greedy answer"
+        ),
+    ] = None,
     greedy: Annotated[bool | None, typer.Option("--greedy/--no-greedy", help="one greedy answer per prompt")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="sampling temperature")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="limit of an answer")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, help="token limit of an answer")
+    ] = None,
     max_prompts: Annotated[int | None, typer.Option("--max-prompts", min=1, help="number of prompts per set")] = None,
     reward: Annotated[str | None, typer.Option("--reward", help="name or import path of the reward")] = None,
     best: BestOption = None,
@@ -51,14 +60,14 @@ def evaluate(
     step_tokens: StepOption = None,
     seed: Annotated[int | None, typer.Option("--seed", help="sampling seed")] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, max=1024, help="threads of the embedded server")
+        int | None, typer.Option("--threads", min=1, max=1024, help="CPU threads of the embedded server")
     ] = None,
     port: PortOption = None,
     server: Annotated[str | None, typer.Option("--server", metavar="URL", help="use this running server")] = None,
     key_file: KeyFileOption = None,
     json: Annotated[Path | None, typer.Option("--json", help="write the metrics to this file")] = None,
     answers: Annotated[Path | None, typer.Option("--answers", help="write all answers to this JSON lines file")] = None,
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="directory of the server's log")] = Path("runs/eval"),
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="directory for the server's log")] = Path("runs/eval"),
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
 ) -> None:
     """Evaluate a checkpoint (BF16 or quantized) on held-out prompts."""
@@ -97,18 +106,20 @@ def evaluate(
 def _search(
     samples: int | None, best: int | None, by: str | None, beams: int | None, step_tokens: int | None
 ) -> SearchOptions | None:
-    """None: no search. Raises ValueError for options of a search that do nothing without another one."""
+    """None: no search. Raises ValueError for search options that have no effect without another option."""
     from miles_like.run.evaluate import SearchOptions
 
     if best is not None and samples is not None:
-        raise ValueError(f"--samples {samples} and --best-of {best}: both number the sampled answers, give one")
+        raise ValueError(
+            f"--samples {samples} and --best-of {best}: both set the number of sampled answers: pass one of them"
+        )
     if best is not None and by is None:
-        raise ValueError(f"--best-of {best} needs --by REWARD, which chooses: a reward model or a judge")
+        raise ValueError(f"--best-of {best} needs --by REWARD, a reward model or judge that chooses the answer")
     for option, value in {"--by": by, "--beam": beams}.items():
         if best is None and value is not None:
-            raise ValueError(f"{option} {value} does nothing without --best-of N: give the number of answers")
+            raise ValueError(f"{option} {value} has no effect without --best-of N: pass the number of answers")
     if step_tokens is not None and beams is None:
-        raise ValueError(f"--step-tokens {step_tokens} does nothing without --beam W: give the number of beams")
+        raise ValueError(f"--step-tokens {step_tokens} has no effect without --beam W: pass the number of beams")
     if best is None or by is None:
         return None
     return SearchOptions(
@@ -118,17 +129,21 @@ def _search(
 
 def calibrate(
     pairs: Annotated[
-        str, typer.Argument(metavar="PAIRS", help="held-out pairs: a json, jsonl or parquet file, or a hub name")
+        str,
+        typer.Argument(metavar="PAIRS", help="held-out preference pairs: a json, jsonl or parquet file, or a hub name"),
     ],
     by: Annotated[
-        list[str], typer.Option("--by", metavar="REWARD", help="a reward of the configuration; several are compared")
+        list[str],
+        typer.Option("--by", metavar="REWARD", help="reward of the configuration to measure; several are compared"),
     ],
     config: Annotated[
-        Path | None, typer.Option("--config", help="a run's: options of the rewards, columns and template")
+        Path | None, typer.Option("--config", help="run configuration with reward options, columns and template")
     ] = None,
-    max_pairs: Annotated[int | None, typer.Option("--max-pairs", min=1, help="the first ones")] = None,
+    max_pairs: Annotated[
+        int | None, typer.Option("--max-pairs", min=1, help="number of pairs, from the beginning of the file")
+    ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="directory with the chat template, with data.template = 'chat'")
+        Path | None, typer.Option("--tokenizer", help="directory with the chat template, for data.template = 'chat'")
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="the figures")] = None,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default

@@ -53,24 +53,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m miles_like.commands.execute", description=__doc__)
     parser.add_argument("config", type=Path, nargs="?", help="TOML file of a run")
-    parser.add_argument("--rank", type=int, default=0, help="rank of the trainer")
+    parser.add_argument("--rank", type=int, default=0, help="rank of the trainer that is executed")
     parser.add_argument("--role", choices=ROLES, default="trainer")
-    parser.add_argument("--micro-batches", type=int, help="of the step; default: what its highest memory needs")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="of the fake tensors")
-    parser.add_argument("--imbalance", type=float, default=1.0, help="tokens of this rank's experts / the mean")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides of the file")
-    parser.add_argument("--json", type=Path, help="file for the record")
-    parser.add_argument("--cache", type=Path, default=_CACHE, help="directory of earlier results")
-    parser.add_argument("--all", type=Path, metavar="DIRECTORY", help="a rank of each kind of its configurations")
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="with --all: these configurations")
+    parser.add_argument(
+        "--micro-batches", type=int, help="micro-batches of the step; default: as many as peak memory needs"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="device of the fake tensors")
+    parser.add_argument(
+        "--imbalance", type=float, default=1.0, help="tokens of this rank's experts, relative to the mean"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="overrides of configuration keys"
+    )
+    parser.add_argument("--json", type=Path, help="JSON file for the record")
+    parser.add_argument("--cache", type=Path, default=_CACHE, help="directory that caches results")
+    parser.add_argument(
+        "--all",
+        type=Path,
+        metavar="DIRECTORY",
+        help="execute one rank of each kind, for all configurations in this directory",
+    )
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="with --all: only these configurations")
     parser.add_argument("--layouts", type=Path, help="with --all: JSON list of {config, overrides, stage, imbalance}")
-    parser.add_argument("--jobs", type=int, default=1, help="with --all: ranks that are executed at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="with --all: number of ranks that are executed at once")
     return parser
 
 
 def _one(options: argparse.Namespace) -> ExecutedRank:
     if options.config is None:
-        raise ValueError("no configuration: give the TOML file of a run, or --all DIRECTORY")
+        raise ValueError("no configuration: pass the TOML file of a run, or --all DIRECTORY")
     with tempfile.TemporaryDirectory() as where:
         ranks = Ranks(options.config, Path(where), options.set, role=options.role)
         run = ranks.run(options.rank, options.micro_batches, device=options.device, imbalance=options.imbalance)
@@ -116,7 +127,9 @@ class Ranks:
         world."""
         parallel = self.config.parallel
         if not 0 <= rank < parallel.world_size:
-            raise ValueError(f"rank {rank} of a layout of {parallel.world_size} ranks: choose one of them")
+            raise ValueError(
+                f"rank {rank} is not in a layout of {parallel.world_size} ranks: choose 0 to {parallel.world_size - 1}"
+            )
         stage = rank // first_rank(parallel, 1)
         longest = self._run.data.max_prompt_tokens + self._run.rollout.max_new_tokens
         return RankRun(
@@ -137,7 +150,9 @@ def _served_config(run: Any) -> dict[str, Any]:
     """config.json of the checkpoint that servers load. Raises ValueError for a model that must be fetched first."""
     given = run.model.config if run.model.make is None else run.model.make.config
     if given is None:
-        raise ValueError(f"model.path = {run.model.path!r} without model.config: give the path of its config.json")
+        raise ValueError(
+            f"model.path = {run.model.path!r} without model.config: set model.config to the path of its config.json"
+        )
     hf: dict[str, Any] = json.loads(Path(given).read_text(encoding="utf-8"))
     if run.model.first_layers is not None:
         hf = shortened(hf, run.model.first_layers)

@@ -17,15 +17,16 @@ def export(
     run_dir: Path,
     out_dir: Path,
     step: Annotated[
-        int | None, typer.Option("--step", metavar="N", help="export the checkpoint of step N; default: the last")
+        int | None, typer.Option("--step", metavar="N", help="export the checkpoint of step N; default: the latest")
     ] = None,
     format: Annotated[str, typer.Option("--format", help=f"bf16, {FORMATS}")] = "bf16",
     hf_config: Annotated[
         Path | None,
-        typer.Option("--hf-config", help="the initial model's directory, if the run's cache was deleted"),
+        typer.Option("--hf-config", help="directory of the initial model, if the run's cache was deleted"),
     ] = None,
     push: Annotated[
-        str | None, typer.Option("--push", metavar="REPO", help="then upload to the hub; a new repository is private")
+        str | None,
+        typer.Option("--push", metavar="REPO", help="then upload to this hub repository; a new repository is private"),
     ] = None,
     memory_limit: MemoryOption = "4GiB",
     workers: WorkersOption = 1,

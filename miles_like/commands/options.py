@@ -36,7 +36,7 @@ SetOption = Annotated[
 RunDirOption = Annotated[Path, typer.Option("--run-dir", help="run directory")]
 ResumeOption = Annotated[
     bool,
-    typer.Option("--resume/--no-resume", rich_help_panel=_AGAIN, help="continue from the last checkpoint"),
+    typer.Option("--resume/--no-resume", rich_help_panel=_AGAIN, help="continue from the latest checkpoint"),
 ]
 FromStepOption = Annotated[
     int | None,
@@ -52,7 +52,7 @@ FreshOption = Annotated[
     typer.Option(
         "--fresh/--no-fresh",
         rich_help_panel=_AGAIN,
-        help="discard the run and repeat its complete stages",
+        help="discard the run and repeat all its stages",
     ),
 ]
 FuseOption = Annotated[

@@ -23,7 +23,7 @@ def set_output(*, quiet: bool, log_level: str, verbose: bool = False, json: bool
     """
     global _quiet, _json
     if log_level not in LOG_LEVELS:
-        raise ValueError(f"--log-level {log_level!r}: give one of {', '.join(LOG_LEVELS)}")
+        raise ValueError(f"--log-level {log_level!r}: choose one of {', '.join(LOG_LEVELS)}")
     _quiet, _json = quiet, json
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s", force=True)
     logging.getLogger("miles_like").setLevel(logging.INFO if verbose and log_level != "debug" else logging.NOTSET)

@@ -16,18 +16,22 @@ from miles_like.device_table import DEVICES
 
 def plan(
     path: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="a run's configuration")] = None,
-    config: Annotated[Path | None, typer.Option("--config", help="the configuration, as an option")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="the configuration, as an option instead of the argument")
+    ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="write the plan to this file, sizes in GiB")] = None,
     device: Annotated[
         str | None, typer.Option("--device", help=f"use this device instead of cluster.device: {', '.join(DEVICES)}")
     ] = None,
     imbalance: Annotated[
         float | None,
-        typer.Option("--imbalance", min=1.0, help="load of the busiest rank's experts over the average; default: 1.25"),
+        typer.Option(
+            "--imbalance", min=1.0, help="tokens of the busiest rank's experts, relative to the average; default: 1.25"
+        ),
     ] = None,
     prompt: Annotated[float | None, typer.Option("--prompt", min=1, help="mean prompt length in tokens")] = None,
     response: Annotated[float | None, typer.Option("--response", min=1, help="mean response length in tokens")] = None,
-    reward_s: Annotated[float, typer.Option("--reward-seconds", min=0, help="seconds per score")] = 0.0,
+    reward_s: Annotated[float, typer.Option("--reward-seconds", min=0, help="seconds to score one sample")] = 0.0,
     search: Annotated[bool, typer.Option("--search", help="rank other layouts by predicted tokens/s")] = False,
     nodes: Annotated[str | None, typer.Option("--nodes", help="with --search: numbers of nodes, e.g. 8,16,32")] = None,
     by: Annotated[
@@ -68,12 +72,12 @@ def plan(
 def _check_search(search: bool, options: Mapping[str, object]) -> None:
     for name, value in options.items():
         if value is not None and not search:
-            raise ValueError(f"{name} {value} does nothing without --search: add it, or remove {name}")
+            raise ValueError(f"{name} {value} has no effect without --search: add --search, or remove {name}")
 
 
 def _one_of(argument: Path | None, option: Path | None) -> Path:
     if (argument is None) == (option is None):
-        raise ValueError("miles-like plan needs one configuration: as its argument, or with --config")
+        raise ValueError("miles-like plan needs one configuration: pass it as the argument, or with --config")
     found = argument or option
     assert found is not None
     return found

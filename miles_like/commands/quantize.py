@@ -25,12 +25,13 @@ def quantize(
     out_dir: Path,
     format: Annotated[str, typer.Option("--format", help=FORMATS)] = "fp8",
     scope: Annotated[
-        str | None, typer.Option("--scope", help="all or experts; default for 4-bit formats: experts")
+        str | None,
+        typer.Option("--scope", help="weights to quantize: all or experts; default for 4-bit formats: experts"),
     ] = None,
     block: Annotated[str | None, typer.Option("--block", help="FP8 block size, rows x columns, e.g. 128x128")] = None,
     group: Annotated[int | None, typer.Option("--group", help="INT4 group size in columns: 32, 64 or 128")] = None,
     convention: Annotated[
-        str | None, typer.Option("--convention", help="deepseek, sglang, compressed-tensors or modelopt")
+        str | None, typer.Option("--convention", help="tensor names: deepseek, sglang, compressed-tensors or modelopt")
     ] = None,
     ignore: Annotated[
         list[str] | None,
@@ -39,7 +40,7 @@ def quantize(
         ),
     ] = None,
     report: Annotated[
-        bool, typer.Option("--report", help="measure the quantization error: table, JSON file, plots")
+        bool, typer.Option("--report", help="measure the quantization error and write a table, a JSON file and plots")
     ] = False,
 ) -> None:
     """Quantize a BF16 checkpoint."""

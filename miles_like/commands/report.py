@@ -13,7 +13,7 @@ from miles_like.commands.output import console, echo
 
 def report(
     run_dir: Path,
-    whole: Annotated[bool, typer.Option("--all", help="print every metric, not only the main ten")] = False,
+    whole: Annotated[bool, typer.Option("--all", help="print all metrics, not only the ten main ones")] = False,
 ) -> None:
     """Write the report.html and the plots of a run, and print its main metrics."""
     with one_sentence():

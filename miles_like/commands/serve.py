@@ -15,21 +15,30 @@ PORT = 30000  # stock SGLang's
 
 
 def serve(
-    path: Annotated[Path, typer.Argument(help="run directory, checkpoint of a run, or Hugging Face directory")],
+    path: Annotated[Path, typer.Argument(help="run directory, a run's checkpoint, or Hugging Face directory")],
     port: Annotated[int, typer.Option("--port")] = PORT,
-    host: Annotated[str, typer.Option("--host", help="addresses other than loopback need a key")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option("--host", help="address to listen on; other addresses than loopback need a key")
+    ] = "127.0.0.1",
     context_length: Annotated[
         int | None,
-        typer.Option("--context-length", min=1, help="tokens of prompt and answer; default: the model's, up to 8192"),
+        typer.Option(
+            "--context-length", min=1, help="maximum tokens of prompt and answer; default: the model's, up to 8192"
+        ),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option("--served-model-name", help="for clients; default: the name of the directory")
+        str | None,
+        typer.Option("--served-model-name", help="model name for clients; default: the name of the directory"),
     ] = None,
-    step: Annotated[int | None, typer.Option("--step", metavar="N", help="of a run: the checkpoint of step N")] = None,
-    format: Annotated[str, typer.Option("--format", help=f"of a run's export: bf16, {FORMATS}")] = "bf16",
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", help="for a run: serve the checkpoint of step N")
+    ] = None,
+    format: Annotated[
+        str, typer.Option("--format", help=f"for a run: format of the exported weights: bf16, {FORMATS}")
+    ] = "bf16",
     hf_config: Annotated[
         Path | None,
-        typer.Option("--hf-config", help="the model that the run began with, where its cache is not there any more"),
+        typer.Option("--hf-config", help="directory of the initial model, if the run's cache was deleted"),
     ] = None,
     threads: Annotated[int, typer.Option("--threads", min=1, max=1024)] = 2,
     key_file: KeyFileOption = None,
@@ -37,13 +46,13 @@ def serve(
         bool,
         typer.Option(
             "--enable-return-routed-experts/--no-return-routed-experts",
-            help="return the experts of each token to requests that ask for them",
+            help="return each token's experts to requests that ask for them",
         ),
     ] = True,
 ) -> None:
-    """Serve a run's model, or any supported one, with OpenAI's and SGLang's HTTP API.
+    """Serve a run's model, or any supported model, with OpenAI's and SGLang's HTTP APIs.
 
-    Prints `ready: URL MODEL FORMAT, context N` once it answers; / lists its routes.
+    Prints `ready: URL MODEL FORMAT, context N` when it accepts requests; / lists its routes.
     """
     with one_sentence():
         from miles_like.pipeline.convert import ConvertWork

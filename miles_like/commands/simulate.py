@@ -18,19 +18,19 @@ def simulate(
     config: Path,
     run: Annotated[
         Path | None,
-        typer.Option("--from", metavar="RUN_DIR", help="take answer lengths and step times from this run"),
+        typer.Option("--from", metavar="RUN_DIR", help="take response lengths and step times from this run"),
     ] = None,
     lengths_from: Annotated[
         Path | None,
         typer.Option(
-            "--lengths-from", metavar="DIR", help="take only answer lengths, from a directory of step_N.jsonl"
+            "--lengths-from", metavar="DIR", help="take only response lengths, from a directory of step_N.jsonl"
         ),
     ] = None,
     overrides: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a configuration key or a simulation.KEY")
     ] = [],  # noqa: B006  typer does not change the default
     json: Annotated[Path | None, typer.Option("--json", help="write all results to this file")] = None,
-    gantt: Annotated[Path | None, typer.Option("--gantt", help="draw some steps to this PNG file")] = None,
+    gantt: Annotated[Path | None, typer.Option("--gantt", help="draw some steps into this PNG file")] = None,
 ) -> None:
     """Simulate the loop of a configuration: step time, idle shares, staleness, goodput."""
     with one_sentence():

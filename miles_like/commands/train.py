@@ -40,7 +40,7 @@ def train(
     force: ForceOption = False,
     stages: Annotated[str, typer.Option("--stages", hidden=True)] = ",".join(STAGES),  # of scripts/run_deepseek.py
 ) -> None:
-    """Train a model: fetch, dequantize, convert, stage and train, as the configuration says."""
+    """Train a model: fetch, dequantize, convert and stage the checkpoint, then train."""
     with one_sentence(run_dir / "logs"):
         from miles_like.run.pipeline import PipelineOptions, run_pipeline
 
@@ -68,7 +68,7 @@ def demo(
     dry_run: DryRunOption = False,
     show_config: ShowConfigOption = False,
 ) -> None:
-    """Train the tiny model on two CPU cores: all five stages, with the configuration and data that are installed."""
+    """Train a tiny model on two CPU cores, in all five stages, with the installed configuration and data."""
     train(
         Path("tiny"), run_dir, overrides=overrides, resume=resume, fresh=fresh, dry_run=dry_run, show_config=show_config
     )
@@ -76,9 +76,9 @@ def demo(
 
 def init(
     directory: Path,
-    task: Annotated[str, typer.Option("--task", help="qa, tool, agent, distill or sft")] = "qa",
+    task: Annotated[str, typer.Option("--task", help="kind of task: qa, tool, agent, distill or sft")] = "qa",
 ) -> None:
-    """Write a configuration, rows and functions to begin with, which run as they are with a tiny model."""
+    """Write a starting configuration, data and functions, which run unchanged with a tiny model."""
     with one_sentence():
         from miles_like.config.templates import TASKS, write_template
 

@@ -18,10 +18,12 @@ def verify(
     run_dir: Annotated[Path, typer.Option("--run-dir", help="directory for logs and plots")] = Path("runs/verify"),
     json: Annotated[Path | None, typer.Option("--json", help="write metrics and verdicts to this file")] = None,
     rollouts: Annotated[
-        Path | None, typer.Option("--rollouts", help="a run's rollouts/step_N.jsonl instead of new samples")
+        Path | None,
+        typer.Option("--rollouts", help="compare the samples of a run's rollouts/step_N.jsonl instead of new ones"),
     ] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="a run's checkpoints/step_N instead of its initial weights")
+        Path | None,
+        typer.Option("--checkpoint", help="compare a run's checkpoints/step_N instead of its initial weights"),
     ] = None,
     server: Annotated[list[str] | None, typer.Option("--server", metavar="URL", help="use this running server")] = None,
     key_file: KeyFileOption = None,
@@ -30,9 +32,11 @@ def verify(
         typer.Option("--overwrite", help="publish the trainer's weights to the --server after comparing hashes"),
     ] = False,
     layers: Annotated[
-        bool, typer.Option("--layers", help="name the first layer whose residual stream differs")
+        bool, typer.Option("--layers", help="find the first layer whose residual stream differs")
     ] = False,
-    prompts: Annotated[int | None, typer.Option("--prompts", min=1, help="prompts to sample; default: 32")] = None,
+    prompts: Annotated[
+        int | None, typer.Option("--prompts", min=1, help="number of prompts to sample; default: 32")
+    ] = None,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
     ray_address: RayOption = None,
 ) -> None:

@@ -13,14 +13,14 @@ from miles_like.commands.options import Command, Group, SetOption
 from miles_like.commands.output import echo
 
 config = typer.Typer(cls=Group, no_args_is_help=True, help="Show, compare, explain and import configurations.")
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML file, or a run directory")]
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file or run directory")]
 
 
 @config.command("show", cls=Command)
 def show(
     config: ConfigArgument,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
-    every: Annotated[bool, typer.Option("--all", help="also the keys that have their default")] = False,
+    every: Annotated[bool, typer.Option("--all", help="also print keys that have their default")] = False,
 ) -> None:
     """Print the resolved configuration as TOML: what differs from the defaults, and where each value was set."""
     with one_sentence():
@@ -32,8 +32,8 @@ def show(
 
 @config.command("diff", cls=Command)
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="a TOML file, or a run directory")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="the other one")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="TOML file or run directory")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="another TOML file or run directory")],
 ) -> None:
     """Print the keys whose values differ, with status 1 if there are any."""
     with one_sentence():
@@ -48,9 +48,9 @@ def diff(
 
 @config.command("explain", cls=Command)
 def explain(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="train.steps, or a section")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="key, for example train.steps, or section")],
 ) -> None:
-    """Print a key's type, range, default and meaning, and which modules read it; of a section its keys."""
+    """Print a key's type, range, default and meaning, and which modules read it; for a section, its keys."""
     with one_sentence():
         from miles_like.config.explain import explain as explain_key
 
@@ -69,7 +69,7 @@ def import_config(
     ] = None,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
 ) -> None:
-    """Print another project's configuration as TOML of this one, and, as comments, what its keys became."""
+    """Translate another project's configuration to TOML, with comments on how each key was translated."""
     with one_sentence():
         from miles_like.config.foreign.report import imported_lines
 

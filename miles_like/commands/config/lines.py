@@ -27,7 +27,7 @@ def explained(found: ExplainedKey | ExplainedSection) -> Iterator[str]:
 
     if isinstance(found, ExplainedKey):
         yield found.name
-        readers = ", ".join(found.readers) or "read with its whole section"
+        readers = ", ".join(found.readers) or "read together with its section"
         for label, text in (*_facts(found.row), ("read in", readers)):
             yield from textwrap.wrap(text, _WIDE, initial_indent=f"  {label:9}", subsequent_indent=" " * 11)
         return

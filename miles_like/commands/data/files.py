@@ -16,47 +16,60 @@ if TYPE_CHECKING:
     from miles_like.run.setup.model_plan import RunTokenizer
 
 data = typer.Typer(
-    cls=Group, no_args_is_help=True, help="Prompt files: faults, duplicates, splits, figures, hard prompts of a run."
+    cls=Group,
+    no_args_is_help=True,
+    help="Check, measure, deduplicate and split prompt files, and collect a run's hard prompts.",
 )
 
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="a run's: columns, template, reward and eval sets are read of it")
+    Path | None, typer.Option("--config", help="run configuration with columns, template, reward and eval sets")
 ]
 PromptKeyOption = Annotated[str | None, typer.Option("--prompt-key", help="column of the prompt")]
 AnswerKeyOption = Annotated[str | None, typer.Option("--answer-key", help="column of the answer")]
 TokenizerOption = Annotated[
-    Path | None, typer.Option("--tokenizer", metavar="HF_DIR", help="counts tokens, and applies its chat template")
+    Path | None,
+    typer.Option(
+        "--tokenizer", metavar="HF_DIR", help="directory of a tokenizer, to count tokens and apply its chat template"
+    ),
 ]
 AgainstOption = Annotated[
     list[str] | None,
-    typer.Option("--against", metavar="[NAME=]FILE", help="an eval set, in place of the config's"),
+    typer.Option("--against", metavar="[NAME=]FILE", help="eval set, instead of the configuration's"),
 ]
 ThresholdOption = Annotated[
-    float, typer.Option("--threshold", help="Jaccard index of 3-word shingles from which prompts are nearly the same")
+    float,
+    typer.Option("--threshold", help="Jaccard similarity of 3-word shingles from which prompts count as duplicates"),
 ]
-CardOption = Annotated[Path | None, typer.Option("--card", metavar="FILE", help="data card, as markdown")]
-JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="everything that was found")]
+CardOption = Annotated[
+    Path | None, typer.Option("--card", metavar="FILE", help="write a data card in Markdown to this file")
+]
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all findings to this JSON file")]
 
 
 @data.command("check", cls=Command)
 def check(
-    file: Annotated[str, typer.Argument(help="jsonl, json, parquet or a hub name")],
+    file: Annotated[str, typer.Argument(help="jsonl, json or parquet file, or hub name")],
     config: ConfigOption = None,
     prompt_key: PromptKeyOption = None,
     answer_key: AnswerKeyOption = None,
-    reward: Annotated[str | None, typer.Option("--reward", help="verifier of the answers")] = None,
+    reward: Annotated[str | None, typer.Option("--reward", help="reward that verifies the answers")] = None,
     response: Annotated[
-        str | None, typer.Option("--response", metavar="TEXT", help="how a model writes an {answer}; default: any way")
+        str | None,
+        typer.Option(
+            "--response",
+            metavar="TEXT",
+            help="template of a model's response around {answer}; default: several common forms",
+        ),
     ] = None,
-    full: Annotated[float, typer.Option("--full", help="reward of a right answer")] = 1.0,
+    full: Annotated[float, typer.Option("--full", help="reward that a right answer must get")] = 1.0,
     against: AgainstOption = None,
     threshold: ThresholdOption = 0.8,
     tokenizer: TokenizerOption = None,
-    shown: Annotated[int, typer.Option("--shown", min=0, help="rows of each kind that are printed")] = 10,
+    shown: Annotated[int, typer.Option("--shown", min=0, help="number of rows printed per kind of finding")] = 10,
     json: JsonOption = None,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
 ) -> None:
-    """List rows that a run refuses, wrong answers, duplicates and leaks into eval sets; status 1 with a fault."""
+    """List rows that a run rejects, wrong answers, duplicates and leaks into eval sets. Exits 1 if there are any."""
     with one_sentence():
         from miles_like.datasets.check import examine_file
         from miles_like.datasets.settings import eval_files
@@ -76,15 +89,18 @@ def check(
 
 @data.command("stats", cls=Command)
 def stats(
-    file: Annotated[str, typer.Argument(help="jsonl, json, parquet or a hub name")],
+    file: Annotated[str, typer.Argument(help="jsonl, json or parquet file, or hub name")],
     config: ConfigOption = None,
     prompt_key: PromptKeyOption = None,
     answer_key: AnswerKeyOption = None,
     tokenizer: TokenizerOption = None,
     answers: Annotated[
-        Path | None, typer.Option("--answers", metavar="FILE", help="of `eval --answers`: pass rates of the prompts")
+        Path | None,
+        typer.Option(
+            "--answers", metavar="FILE", help="output of `eval --answers`, to measure the prompts' pass rates"
+        ),
     ] = None,
-    pass_at: Annotated[float, typer.Option("--pass-at", help="reward of an answer that passes")] = 1.0,
+    pass_at: Annotated[float, typer.Option("--pass-at", help="lowest reward of an answer that passes")] = 1.0,
     json: JsonOption = None,
     card: CardOption = None,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
@@ -113,8 +129,8 @@ def stats(
 
 @data.command("dedup", cls=Command)
 def dedup(
-    file: Annotated[str, typer.Argument(help="jsonl, json, parquet or a hub name")],
-    out: Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")],
+    file: Annotated[str, typer.Argument(help="jsonl, json or parquet file, or hub name")],
+    out: Annotated[Path, typer.Argument(help=".jsonl or .parquet file to write")],
     config: ConfigOption = None,
     prompt_key: PromptKeyOption = None,
     answer_key: AnswerKeyOption = None,
@@ -123,7 +139,7 @@ def dedup(
     card: CardOption = None,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
 ) -> None:
-    """Write the rows that repeat no earlier one and, with --against, are in no eval set."""
+    """Write the rows without duplicates and, with --against, without rows of eval sets."""
     with one_sentence():
         from miles_like.datasets.derive import write_reduced
         from miles_like.datasets.settings import eval_files
@@ -139,18 +155,20 @@ def dedup(
 
 @data.command("split", cls=Command)
 def split(
-    file: Annotated[str, typer.Argument(help="jsonl, json, parquet or a hub name")],
-    out_dir: Annotated[Path, typer.Argument(help="a directory that is not there yet, or empty")],
+    file: Annotated[str, typer.Argument(help="jsonl, json or parquet file, or hub name")],
+    out_dir: Annotated[Path, typer.Argument(help="directory to create, or an empty one")],
     parts: Annotated[str, typer.Option("--parts", metavar="NAME=SHARE,...")] = "train=0.9,heldout=0.1",
     config: ConfigOption = None,
     prompt_key: PromptKeyOption = None,
     answer_key: AnswerKeyOption = None,
     threshold: ThresholdOption = 0.8,
-    seed: Annotated[int, typer.Option("--seed", help="another one gives another split")] = 0,
-    format: Annotated[str | None, typer.Option("--format", help="jsonl or parquet; default: that of FILE")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="seed of the split")] = 0,
+    format: Annotated[
+        str | None, typer.Option("--format", help="format of the parts: jsonl or parquet; default: that of FILE")
+    ] = None,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
 ) -> None:
-    """Write each part to a file, by the hash of the prompt, and a data card; similar prompts stay together."""
+    """Split a file into parts by the hash of the prompt, and write a data card; similar prompts stay together."""
     with one_sentence():
         from miles_like.datasets.derive import write_split
 
@@ -161,16 +179,17 @@ def split(
 
 @data.command("recycle", cls=Command)
 def recycle(
-    run_dir: Annotated[Path, typer.Argument(help="of the run")],
-    out: Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")],
-    low: Annotated[float, typer.Option("--min-pass-rate", help="of a prompt that is recycled")] = 0.0,
-    high: Annotated[float, typer.Option("--max-pass-rate", help="of a prompt that is recycled")] = 0.25,
+    run_dir: Annotated[Path, typer.Argument(help="run directory")],
+    out: Annotated[Path, typer.Argument(help=".jsonl or .parquet file to write")],
+    low: Annotated[float, typer.Option("--min-pass-rate", help="lowest pass rate of the prompts to write")] = 0.0,
+    high: Annotated[float, typer.Option("--max-pass-rate", help="highest pass rate of the prompts to write")] = 0.25,
     pass_at: Annotated[
-        float | None, typer.Option("--pass-at", help="reward of a sample that passes; default: the curriculum's, or 1")
+        float | None,
+        typer.Option("--pass-at", help="lowest reward of a sample that passes; default: the curriculum's, or 1"),
     ] = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Write the prompts on which a run failed or had few successes, with the columns of its files."""
+    """Write the prompts with a low pass rate in a run, with all columns of their rows."""
     with one_sentence():
         from miles_like.datasets.write import Outputs, check_suffix
         from miles_like.run.recycle import recycle_run
@@ -188,7 +207,7 @@ def recycle(
         for note in outputs.notes:
             echo(note)
         files = ", ".join(t.path for t in tables)
-        unknown = f", {found.unknown} of them not in its files" if found.unknown else ""
+        unknown = f", of which {found.unknown} are not in the run's data files" if found.unknown else ""
         echo(f"{out}: {len(found.rows)} of the {found.visited} prompts that were scored{unknown}; rows of {files}")
 
 
