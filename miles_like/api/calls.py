@@ -39,5 +39,7 @@ def source_of(config: Config) -> ConfigSource:
 def override_list(overrides: Overrides) -> list[Override]:
     """Overrides as `load_config` takes them. Raises ValueError for one text in place of a list."""
     if isinstance(overrides, str):
-        raise ValueError(f"overrides = {overrides!r}: want a dict such as {{'train.steps': 3}}, or a list of texts")
+        raise ValueError(
+            f"overrides = {overrides!r}: expected a dict such as {{'train.steps': 3}}, or a list of strings"
+        )
     return [overrides] if isinstance(overrides, Mapping) else list(overrides)

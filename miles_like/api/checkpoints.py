@@ -59,7 +59,7 @@ def convert(
     from miles_like.run import assemble
 
     if to not in ("megatron", "hf"):
-        raise ValueError(f"to = {to!r}: want 'megatron' or 'hf'")
+        raise ValueError(f"to = {to!r}: expected 'megatron' or 'hf'")
     work = conversions.ConvertWork(parse_bytes(memory_limit), workers, conversions.cluster_nodes(ray_address))
     try:
         if to == "megatron":

@@ -103,7 +103,9 @@ def _check_running(server: str, options: Mapping[str, int | None]) -> None:
     server_url(server)
     for option, value in options.items():
         if value is not None:
-            raise ValueError(f"--{option} {value} does nothing with --server, which runs already: remove one of them")
+            raise ValueError(
+                f"--{option} {value} has no effect with --server, which is already running: remove one of them"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,8 +79,8 @@ class RunResult:
 def _samples(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         steps = sorted(int(found.stem.removeprefix("step_")) for found in path.parent.glob("step_*.jsonl"))
-        there = f"there are steps {steps[0]} to {steps[-1]}" if steps else "the run has written none"
-        raise ValueError(f"{path} is not there: {there}")
+        there = f"available are steps {steps[0]} to {steps[-1]}" if steps else "the run has not written any"
+        raise ValueError(f"{path} does not exist: {there}")
     return _json_lines(path)
 
 
@@ -91,5 +91,5 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
     rows = [json.loads(line) for line in read_text(path, LARGEST).splitlines() if line.strip()]
     if not all(isinstance(row, Mapping) for row in rows):
-        raise ValueError(f"{path} has a line that is no JSON object: it is damaged or was edited")
+        raise ValueError(f"{path} has a line that is not a JSON object: the file is damaged or was edited")
     return rows

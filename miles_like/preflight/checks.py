@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ROWS = 100  # rows of each source that are read and templated
 DRY_CALL_S, CALL_S = 5.0, 60.0  # time limits of a call of a user's plug-in on a row
-_HUB = "its rows are on the hub"
+_HUB = "its rows are on the hub and not fetched yet"
 
 
 class Preflight:
@@ -119,9 +119,13 @@ class Preflight:
 
             return [run_check(f"model {model.path}", lambda: HFCheckpoint(path))]
         if path.is_absolute() or model.path.startswith((".", "~")) or model.path.count("/") > 1:
-            text = f"model.path = {model.path!r}: no such directory, and no name of the hub (owner/name)"
+            text = f"model.path = {model.path!r}: neither a directory nor a hub name (owner/name)"
             return [CheckResult(f"model {model.path}", Outcome.WRONG, text)]
-        return [] if self.online else [CheckResult(f"model {model.path}", Outcome.NOT_CHECKED, "it is on the hub")]
+        return (
+            []
+            if self.online
+            else [CheckResult(f"model {model.path}", Outcome.NOT_CHECKED, "it is on the hub and not fetched yet")]
+        )
 
     def _make(self, key: str, make: MakeConfig) -> list[CheckResult]:
         """Check the files and rows that a checkpoint is made from."""
@@ -171,7 +175,7 @@ class Preflight:
                 raise NotCheckedError(_HUB)
             if self.tokenizer_dir is None:  # checks the columns, but not the lengths
                 read(path, data.model_copy(update={"max_prompt_tokens": 1 << 40}))
-                raise NotCheckedError(f"its first {ROWS} rows were read, but the model's tokenizer is not fetched yet")
+                raise NotCheckedError(f"the first {ROWS} rows were read, but the model's tokenizer is not fetched yet")
             read(path, data)
 
         return run_check(path, check)
@@ -229,7 +233,7 @@ class Preflight:
             check_url(f"reward.{name}.url", reward.url)  # for a clearer message than a failed call's
             if self.tokenizer_dir is None and _sends_tokens(reward):
                 raise NotCheckedError(
-                    f"the server at {reward.url} gets a request once the model's tokenizer is fetched"
+                    f"the server at {reward.url} is only called once the model's tokenizer is fetched"
                 )
         limit_s = min(config.timeout_s or CALL_S, CALL_S if self.online else DRY_CALL_S)
         scorer = make_reward(config.model_copy(update={"retries": 0, "timeout_s": limit_s}))
@@ -243,7 +247,7 @@ class Preflight:
 
     def _row(self) -> Prompt:
         if not self.prompts:
-            raise NotCheckedError("it was imported, but no row of the data could be read to call it with")
+            raise NotCheckedError("it was imported, but not called, because no row of the data could be read")
         return self.prompts[0]
 
     def _trial(self, spare_s: float = 0.0) -> Trial:
@@ -322,7 +326,7 @@ class Preflight:
         if Path(path).is_dir():
             return
         if Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
-            raise ValueError(f"{key} = {path!r}: no such directory, and no name of the hub (owner/name)")
+            raise ValueError(f"{key} = {path!r}: neither a directory nor a hub name (owner/name)")
         if not self.online:
             raise NotCheckedError(f"{path} is on the hub")
 
@@ -339,8 +343,8 @@ class Preflight:
                 name = section.teacher_of(prompt.source)
                 if name is None and section.mode == "alone":
                     raise ValueError(
-                        f"no teacher has prompts of source {prompt.source!r}, and with distillation.mode = 'alone' "
-                        "they would train nothing: name it in a teacher's sources, or set mode = 'added'"
+                        f"no teacher has prompts of source {prompt.source!r}, and with distillation.mode = "
+                        "'alone' they would train nothing: add it to a teacher's sources, or set mode = 'added'"
                     )
                 if name is not None and isinstance(part := section.teachers[name].part, PromptedPolicy):
                     privileged(name, part.prompt, self.tokenizer, prompt)
@@ -378,6 +382,6 @@ def check_over_sampling(config: RunConfig, reward: RewardFn) -> None:
     if reward.unit is Unit.BATCH and c.groups_end_by_themselves and not c.in_flight_at_publication:
         raise ValueError(
             f"buffer.over_sampling = {c.buffer.over_sampling:g} would end a step before its slowest prompts, but "
-            "the reward is given all samples at once and waits for them: remove it, set buffer.lockstep = true, or "
-            "set reward.unit to less"
+            "the reward scores all samples of a step at once and waits for them: remove it, set buffer.lockstep "
+            "= true, or set reward.unit to less"
         )

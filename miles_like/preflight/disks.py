@@ -146,9 +146,9 @@ def check_disks(needs: Sequence[DiskNeed], disks: Callable[[Path], tuple[int, in
         if total > free[device]:
             parts = ", ".join(f"{n.stage} {_gib(n.bytes)}" for n in of_device)
             raise ValueError(
-                f"{where}the file system of {of_device[0].directory} has {_gib(free[device])} GiB free, the stages "
-                f"will write {_gib(total)} GiB to it ({parts}): free some, or give a larger one with --cache-dir, "
-                "--run-dir or cluster.stage_dir"
+                f"{where}the file system of {of_device[0].directory} has {_gib(free[device])} GiB free, but the "
+                f"stages will write {_gib(total)} GiB to it ({parts}): free some space, or choose a larger disk "
+                "with --cache-dir, --run-dir or cluster.stage_dir"
             )
 
 
@@ -158,11 +158,12 @@ def check_directories(directories: Sequence[Path]) -> None:
         there = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.lexists(p))
         if not there.is_dir():
             raise ValueError(
-                f"{directory} cannot be made: {there} is not a directory; give another --run-dir or --cache-dir"
+                f"{directory} cannot be created, because {there} is not a directory: choose another --run-dir "
+                "or --cache-dir"
             )
         if not os.access(there, os.W_OK | os.X_OK):
             raise ValueError(
-                f"{directory} cannot be written: no permission in {there}; give another --run-dir or --cache-dir"
+                f"{directory} cannot be written: no permission in {there}: choose another --run-dir or --cache-dir"
             )
 
 

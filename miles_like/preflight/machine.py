@@ -48,8 +48,8 @@ def _raise_unwritable(name: str, unwritable: Mapping[str, str]) -> None:
 
 def _raise_unseen(name: str, directory: Path, why: str, option: str) -> None:
     raise ValueError(
-        f"{name} does not see {directory} of the machine that starts the run, and its {why}: give with {option} a "
-        "directory on a file system that every node mounts at the same path"
+        f"{name} does not see the directory {directory} of the machine that starts the run, but its {why}: use "
+        f"{option} with a directory on a file system that every node mounts at the same path"
     )
 
 
@@ -60,15 +60,25 @@ def check_address(address: str) -> None:
         raise NotCheckedError("Ray finds the cluster itself")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"--ray-address {address!r} is not HOST:PORT: give the one that `ray start --head` prints")
-    _connect(host, int(port), f"no Ray cluster answers at {address}", "start one (`ray start --head`) or leave it out")
+        raise ValueError(f"--ray-address {address!r} is not HOST:PORT: pass the address that `ray start --head` prints")
+    _connect(
+        host,
+        int(port),
+        f"no Ray cluster answers at {address}",
+        "start one (`ray start --head`) or remove --ray-address",
+    )
 
 
 def check_url(key: str, url: str) -> None:
     """Raises ValueError where no server accepts connections at a URL's host and port."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    _connect(str(parts.hostname), port, f"{key} = {url!r}: no server answers there", "start it, or correct the address")
+    _connect(
+        str(parts.hostname),
+        port,
+        f"{key} = {url!r}: no server answers there",
+        "start the server, or correct the address",
+    )
 
 
 def _connect(host: str, port: int, failure: str, remedy: str) -> None:
@@ -161,11 +171,11 @@ class Machines:
         """Why the run uses other machines; None where it uses this one only."""
         c = self.config.cluster
         if self.ray_address is not None:
-            return f"they are those of the Ray cluster at {self.ray_address}"
+            return f"the nodes are those of the Ray cluster at {self.ray_address}"
         if c.nodes > 1:
-            return f"the run is for {c.nodes} nodes"
+            return f"the run needs {c.nodes} nodes"
         if c.gpus_per_node > (have := gpus()):
-            return f"the run is for {c.gpus_per_node} GPUs, this machine has {have}"
+            return f"the run needs {c.gpus_per_node} GPUs, but this machine has {have}"
         return None
 
     def _check_local_disks(self, needs: Sequence[DiskNeed], others: str | None) -> None:
@@ -324,7 +334,7 @@ class Machines:
         engine, wanted = _STOCK[rollout.engine]
         install, python = _REQUIREMENTS[rollout.engine], rollout.python
         where = f"rollout.{rollout.engine}.python = {python!r}" if python else "the trainer's Python"
-        other = f"and give its interpreter as rollout.{rollout.engine}.python, or set rollout.engine = 'embedded'"
+        other = f"and set rollout.{rollout.engine}.python to its interpreter, or set rollout.engine = 'embedded'"
         version, wrong = found["version"], found["wrong"]
         if version is None:
             raise ValueError(
@@ -333,7 +343,7 @@ class Machines:
             )
         if version.partition("+")[0] != wanted:
             raise ValueError(
-                f"{name}: {where} has {engine} {version}, this version of miles-like works with {wanted} alone: "
+                f"{name}: {where} has {engine} {version}, but this version of miles-like supports only {wanted}: "
                 f"install {install} into a virtual environment there, {other}"
             )
         if wrong is not None:
@@ -345,14 +355,14 @@ class Machines:
         want = self.config.cluster.gpus_per_node
         if node < self.placement.nodes and probe["gpus"] < want:
             raise ValueError(
-                f"{name} has {probe['gpus']} GPUs, cluster.gpus_per_node = {want}: lower it, or join a cluster of such "
-                "nodes with --ray-address"
+                f"{name} has {probe['gpus']} GPUs, but cluster.gpus_per_node = {want}: lower "
+                "cluster.gpus_per_node, or join a cluster of such nodes with --ray-address"
             )
 
     def _check_ports(self, name: str, probe: ProbeResult, ports: Sequence[ServerPort]) -> None:
         for port in ports:
             if port.number in probe["used"]:
                 raise ValueError(
-                    f"{name}: port {port.number} of {port.server} ({port.purpose}) is in use: set {port.key} to "
-                    "another one, or stop what uses it"
+                    f"{name}: port {port.number} of {port.server} ({port.purpose}) is in use: set {port.key} to a "
+                    "different port, or stop the process that uses it"
                 )

@@ -75,7 +75,7 @@ class Trial:
             if isinstance(error, NotCheckedError):
                 raise error
             if not self.online and _is_of_network(error):
-                raise NotCheckedError(f"its call on a row found no network ({_words(error)})") from None
+                raise NotCheckedError(f"its call on a row had no network access ({_words(error)})") from None
             kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
             raise RuntimeError(f"{what}, called on a row, failed: {kind}{_words(error)}{_place(error)}") from error
         if not result:
@@ -170,15 +170,15 @@ def _check_advantages(found: Any, groups: Sequence[SampleGroup]) -> None:
     try:
         have = [len(of_group) for of_group in found]
     except TypeError:
-        raise RuntimeError(f"it gave {found!r:.200}: want a list of numbers for each group") from None
+        raise RuntimeError(f"it returned {found!r:.200}: expected a list of numbers for each group") from None
     if have != want:
-        raise RuntimeError(f"it gave {have} advantages for groups of {want} samples: want one each")
+        raise RuntimeError(f"it returned {have} advantages for groups of {want} samples: expected one per sample")
     for group, of_group in zip(groups, found, strict=True):
         for sample, one in zip(group.samples, of_group, strict=True):
             if isinstance(one, Tensor) and one.numel() > 1 and one.shape != sample.token_ids.shape:
                 raise RuntimeError(
-                    f"it gave {list(one.shape)} for a sample of {len(sample.token_ids)} tokens: want "
-                    "a number, or one for each token"
+                    f"it returned shape {list(one.shape)} for a sample of {len(sample.token_ids)} tokens: "
+                    "expected a number, or one number per token"
                 )
 
 
@@ -201,7 +201,7 @@ def _check_loss(loss: LossFn) -> None:
     )
     if not isinstance(per_token, Tensor) or per_token.shape != (t,):
         shape = list(per_token.shape) if isinstance(per_token, Tensor) else f"{per_token!r:.100}"
-        raise RuntimeError(f"it gave {shape} for {t} packed tokens: want a loss for each token, [{t}]")
+        raise RuntimeError(f"it returned shape {shape} for {t} packed tokens: expected a loss for each token, [{t}]")
     if wrong := [k for k, v in dict(stats).items() if not isinstance(v, Stat)]:
         raise RuntimeError(f"its statistic {wrong[0]!r} is not a Stat: see docs/extending.md")
     if not per_token.requires_grad:

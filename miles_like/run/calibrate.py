@@ -50,7 +50,7 @@ def read_calibration_config(path: Path | None, overrides: Sequence[str]) -> Cali
     known = CalibrateConfig.model_fields
     for text in overrides:
         if (section := next(iter(parse_override(text)))) not in known:
-            raise ValueError(f"--set {text}: a calibration reads {', '.join(known)}, not {section!r}: remove it")
+            raise ValueError(f"--set {text}: a calibration reads only {', '.join(known)}, not {section!r}: remove it")
     tree = {k: v for k, v in read_tree(path, overrides).items() if k in known}
     tree["data"] = {"train": "", **tree.get("data", {})}
     return checked(CalibrateConfig, tree, "--set" if path is None else str(path))
@@ -92,15 +92,17 @@ def calibrate(
     that are no pairs, for an unknown reward, and for one that reads token ids.
     """
     if len(set(names)) != len(names) or not names:
-        raise ValueError(f"the rewards are {', '.join(names) or 'none'}: name one or more, each once, with --by")
+        raise ValueError(
+            f"the rewards are {', '.join(names) or 'none'}: pass one or more rewards, each once, with --by"
+        )
     rewards = Rewards(config.reward)
     made = {name: rewards(name) for name in names}
     for name in names:
         part = config.reward.part(name)
         if isinstance(part, RewardModelConfig) and part.send == Plain(send="tokens"):
             raise ValueError(
-                f"--by {name}: reward.reward_model.send = 'tokens' sends the policy's token ids, and pairs are texts: "
-                "set it to 'text' or 'chat'"
+                f"--by {name}: reward.reward_model.send = 'tokens' sends the policy's token ids, but pairs are "
+                "text: set it to 'text' or 'chat'"
             )
     pairs = read_pairs(config, data)[:limit]
     template = _Template(config.data.template == "chat", tokenizer)
@@ -128,7 +130,7 @@ def _text(value: object, column: str) -> str:
         value = value[-1].get("content")
     if not isinstance(value, str) or not value:
         raise ValueError(
-            f"column {column!r} is {value!r:.100}, want text: set data.prompt_key, supervised.chosen_key or "
+            f"column {column!r} is {value!r:.100}, expected text: set data.prompt_key, supervised.chosen_key or "
             "supervised.rejected_key"
         )
     return value
@@ -139,7 +141,9 @@ class _Template:
 
     def __init__(self, chat: bool, tokenizer: Path | None) -> None:
         if chat and tokenizer is None:
-            raise ValueError("data.template = 'chat' needs --tokenizer DIR, whose chat template makes the prompts")
+            raise ValueError(
+                "data.template = 'chat' needs a chat template: pass --tokenizer DIR with the policy's tokenizer"
+            )
         self._tokenizer = load_tokenizer(tokenizer) if chat and tokenizer is not None else None
 
     def prompt(self, name: str, pair: Pair) -> Prompt:

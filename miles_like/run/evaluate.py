@@ -71,7 +71,7 @@ def read_evaluation_config(
     for given in overrides:
         for section in override_tree(given).keys() - known.keys():
             raise ValueError(
-                f"--set {given}: an evaluation has no section {section!r}, only {', '.join(known)}: remove it"
+                f"--set {given}: an evaluation does not read section {section!r}, only {', '.join(known)}: remove it"
             )
     tree = {k: v for k, v in read_tree(source, overrides).items() if k in known}
     given = tree.get("data", {})
@@ -81,7 +81,7 @@ def read_evaluation_config(
         tree["eval"] = {**tree.get("eval", {}), "sets": _sets(data)}
     config = checked(AloneConfig, tree, str(source) if isinstance(source, Path) else "--set")
     if not (sets := config.eval.all_sets(config.data.eval)):
-        raise ValueError("no eval set is configured: give --data FILE, or a --config with data.eval or eval.sets")
+        raise ValueError("no eval set is configured: pass --data FILE, or a --config with data.eval or eval.sets")
     check_measured(sets, config.reward.name, played=config.rollout.has_episode_runner)
     return config
 
@@ -93,7 +93,8 @@ def _sets(data: Sequence[str]) -> dict[str, dict[str, str]]:
         name, path = (before, after) if eq and NAME.fullmatch(before) else (Path(text.partition(":")[0]).stem, text)
         if name in out:
             raise ValueError(
-                f"--data {text}: {name!r} already names {out[name]['path']}: use a different name, NAME=FILE"
+                f"--data {text}: the name {name!r} is already used for {out[name]['path']}: choose a "
+                "different name with --data NAME=FILE"
             )
         out[name] = {"path": path}
     return out
@@ -168,8 +169,8 @@ class EvalAlone:
     ) -> None:
         if config.rollout.engine == "vllm":
             raise ValueError(
-                "rollout.engine = 'vllm': this command asks an embedded or an SGLang server alone, and the checkpoint "
-                "is the same for both: --set rollout.engine=embedded or --set rollout.engine=sglang"
+                "rollout.engine = 'vllm': this command supports embedded and SGLang servers only, which load the "
+                "same checkpoint: pass --set rollout.engine=embedded or --set rollout.engine=sglang"
             )
         self.hf_dir, self.config, self.logs, self.console = hf_dir, config, run_dir / "logs", console
         # with a running server the weights may be elsewhere
@@ -190,13 +191,13 @@ class EvalAlone:
         selector = self.rewards(options.by)
         if selector.compares is not None:
             raise ValueError(
-                f"--by {options.by}: it compares with the reference answer, which a model in use does not have: name a "
-                "reward that judges a response alone, such as a reward model"
+                f"--by {options.by}: this reward compares with the reference answer, which is unknown when a "
+                "model is in use: choose a reward that needs no answer, such as a reward model"
             )
         if options.beams is not None and self.config.rollout.has_episode_runner:
             raise ValueError(
-                "--beam continues one answer by steps, and rollout.environment or rollout.generate makes episodes: "
-                "remove one of them"
+                "--beam continues single answers step by step, but rollout.environment or rollout.generate "
+                "produces episodes: remove one of them"
             )
         return Search(
             best_of=options.best_of,
@@ -296,8 +297,8 @@ class EvalAlone:
             info, server, wanted = await client.model_info(), await client.server_info(), self.architectures
             if info.architectures and wanted and info.architectures != wanted:
                 raise ValueError(
-                    f"server {url} serves {', '.join(info.architectures)} ({info.model_path}), {self.hf_dir} is "
-                    f"{', '.join(wanted)}: use a server of this model"
+                    f"server {url} serves {', '.join(info.architectures)} ({info.model_path}), but {self.hf_dir} "
+                    f"is {', '.join(wanted)}: use a server of this model"
                 )
             if not info.weight_version.isdecimal():  # "default"
                 await client.set_weight_version(0)

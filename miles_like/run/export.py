@@ -50,7 +50,7 @@ def verified_checkpoint(checkpoints: Path, step: int | None) -> Path:
             raise ValueError(f"{checkpoints} has no checkpoint: the run has not saved one (checkpoint.every)")
         return found[0]
     if step not in (kept := kept_steps(checkpoints)):
-        there = f"those kept are {', '.join(map(str, kept))}" if kept else f"{checkpoints} has none"
-        raise ValueError(f"--step {step}: no checkpoint of that step is kept, {there}")
+        there = f"kept are the checkpoints of steps {', '.join(map(str, kept))}" if kept else f"{checkpoints} has none"
+        raise ValueError(f"--step {step}: the checkpoint of that step was not kept: {there}")
     load(step_folder(checkpoints, step))
     return step_folder(checkpoints, step)

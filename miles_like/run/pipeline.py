@@ -42,7 +42,7 @@ class PipelineOptions:
     """The options of `miles-like train`."""
 
     overrides: Sequence[Override] = ()
-    """Over the configuration's."""
+    """Overrides of configuration keys."""
     stages: str = ",".join(STAGES)
     fuse: bool = False
     resume: bool = False
@@ -67,7 +67,7 @@ class PipelineOptions:
         resume = self.resume or self.from_step is not None
         if resume and self.fresh:
             option = "--resume" if self.from_step is None else "--from-step"
-            raise ValueError(f"{option} continues a run and --fresh throws it away: give one of the two")
+            raise ValueError(f"{option} continues a run, but --fresh discards it: pass one of them")
         return "resume" if resume else "fresh" if self.fresh else "auto"
 
 
@@ -76,7 +76,7 @@ def run_pipeline(config: ConfigSource, run_dir: Path, options: PipelineOptions, 
     the user, and `Stopped`."""
     mode = options.mode()
     if options.show_config and not options.dry_run:
-        raise ValueError("--show-config does nothing without --dry-run: add it, or use miles-like config show")
+        raise ValueError("--show-config has no effect without --dry-run: add --dry-run, or use miles-like config show")
     if options.from_step is not None:
         check_kept(run_dir / "checkpoints", options.from_step)
     loaded = load_config(config, options.settings())
@@ -126,8 +126,9 @@ def _check_given_reward(config: RunConfig, run_dir: Path) -> None:
         return
     name = before[0].removeprefix(GIVEN).rpartition("-")[0]
     raise ValueError(
-        f"{run_dir} was trained with the reward {name!r}, a function that Python code passed to miles_like.train and "
-        f"that no file names: resume it from Python and pass it again, miles_like.train(..., reward=..., resume=True)"
+        f"{run_dir} was trained with the reward {name!r}, a function that Python code passed to miles_like.train "
+        "and that is not in a file: resume the run from Python and pass the function again, "
+        "miles_like.train(..., reward=..., resume=True)"
     )
 
 
@@ -158,6 +159,6 @@ def print_not_checked(console: Console, checks: Sequence[CheckResult]) -> None:
     """Print the checks that a dry run cannot make and the run makes before its first stage."""
     lines = describe_unchecked(checks)
     if lines:
-        console.print("[bold]not checked from here[/], but by the run before its first stage:")
+        console.print("[bold]not checked by this dry run[/], but by the run before its first stage:")
     for line in lines:
         console.print(f"{'':12}{line}", markup=False, soft_wrap=True)

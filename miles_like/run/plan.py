@@ -115,7 +115,7 @@ def plan_run(config: RunConfig, assumed: Predictions, console: Console, *, json:
 def _model(config: RunConfig) -> PlannedModel:
     if (model := assemble.known_model(config)) is None:
         raise ValueError(
-            f"model.path = {config.model.path!r} is not here, and without its config.json nothing can be planned: "
-            "give model.config, a config.json to plan with"
+            f"model.path = {config.model.path!r} is not on this machine, and planning needs its config.json: set "
+            "model.config to the path of a config.json"
         )
     return model

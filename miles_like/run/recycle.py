@@ -25,7 +25,7 @@ def recycle_run(
     """
     path = run_dir / "config.toml"
     if not path.is_file():
-        raise ValueError(f"{run_dir} holds no run ({path} is not there): give the --run-dir of one")
+        raise ValueError(f"{run_dir} contains no run ({path} does not exist): pass the directory of a run")
     config = load_config(path)
     data, curriculum = config.data, config.data.curriculum
     if pass_at is None:

@@ -44,10 +44,14 @@ def servable(
     run_dir, named = _run_of(path)
     if run_dir is None:
         if step is not None or hf_config is not None or format != "bf16":
-            raise ValueError(f"{path} is a Hugging Face directory: --step, --format and --hf-config are for a run's")
+            raise ValueError(
+                f"{path} is a Hugging Face directory: --step, --format and --hf-config apply to runs only: remove them"
+            )
         return Servable(path, path.resolve().name)
     if named is not None and step not in (None, named):
-        raise ValueError(f"--step {step}: {path} is the checkpoint of step {named}, give its run {run_dir} instead")
+        raise ValueError(
+            f"--step {step}: {path} is the checkpoint of step {named}: pass its run directory {run_dir} instead"
+        )
     return _exported(run_dir, work, step if named is None else named, format, hf_config, report)
 
 
@@ -59,7 +63,8 @@ def context_length(directory: Path, asked: int | None) -> int:
         return asked or CONTEXT
     if asked is not None and asked > positions:
         raise ValueError(
-            f"--context-length {asked}: the model in {directory} has {positions} positions, give at most those"
+            f"--context-length {asked}: the model in {directory} has only {positions} positions: pass at most "
+            f"{positions}"
         )
     return asked or min(positions, CONTEXT)
 
@@ -77,8 +82,8 @@ def _run_of(path: Path) -> tuple[Path | None, int | None]:
     if step.isdecimal() and (folder / STATE_FILE).is_file() and (run_dir / "config.toml").is_file():
         return run_dir, int(step)
     raise ValueError(
-        f"{path} holds nothing to serve: give a Hugging Face directory (with a config.json), a run directory (with a "
-        "config.toml) or a checkpoint of a run (RUN_DIR/checkpoints/step_N)"
+        f"{path} contains nothing to serve: pass a Hugging Face directory (with a config.json), a run directory "
+        "(with a config.toml) or a checkpoint of a run (RUN_DIR/checkpoints/step_N)"
     )
 
 
@@ -108,7 +113,7 @@ def _exported(
     with directory.with_name(f".{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another server of the same checkpoint waits for its export
         if why_incomplete(directory, key) is None:
-            report(f"exported before: {data}")
+            report(f"using the existing export: {data}")
         else:
             shutil.rmtree(
                 data, ignore_errors=True

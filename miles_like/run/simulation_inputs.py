@@ -22,11 +22,14 @@ def loop_settings(config: RunConfig, assumed: Assumptions) -> LoopSettings:
     """Raises ValueError for a run without a rollout."""
     rollout, embedded = config.servers, config.rollout.engine == "embedded"
     if rollout is None:
-        raise ValueError(f"algorithm.name = {config.algorithm.name!r} samples nothing: there is no loop to simulate")
+        raise ValueError(
+            f"algorithm.name = {config.algorithm.name!r} trains without a rollout, so there is no loop to "
+            "simulate: choose a configuration with a rollout"
+        )
     if rollout.engine == "vllm":
         raise ValueError(
-            "rollout.engine = 'vllm': the simulation has the scheduler of SGLang and of the embedded engine alone: "
-            "--set rollout.engine=sglang"
+            "rollout.engine = 'vllm': the simulation supports only the schedulers of SGLang and of the embedded "
+            "engine: pass --set rollout.engine=sglang"
         )
     flags = rollout.embedded if embedded else rollout.sglang
     return LoopSettings(
@@ -68,8 +71,8 @@ def assumed_tree(
     if run is not None:
         if not is_synchronous(run):
             raise ValueError(
-                f"{run} is of an asynchronous run, whose sampling and training overlap, so its seconds are of neither: "
-                "give --from a run with buffer.max_staleness = 0"
+                f"{run} is an asynchronous run, in which sampling and training overlap, so neither can be timed: "
+                "pass a run with buffer.max_staleness = 0 as --from"
             )
         steps, embedded = read_run(run), config.rollout.engine == "embedded"
         tree = calibrated(steps, servers=config.rollout.servers, shards=config.parallel.dp, one_pass=embedded)
@@ -85,8 +88,8 @@ def assumed_tree(
     kind = lengths.get("kind", "recorded") if isinstance(lengths, Mapping) else "recorded"
     if lengths_from is not None and kind != "recorded":
         raise ValueError(
-            f"--lengths-from {lengths_from} gives recorded lengths, and simulation.lengths.kind = {kind!r} draws them: "
-            "remove one of the two"
+            f"--lengths-from {lengths_from} gives recorded lengths, but simulation.lengths.kind = {kind!r} draws "
+            "lengths: remove one of the two"
         )
     if not recorded or kind != "recorded":
         return tree, None
@@ -105,8 +108,8 @@ def read_assumptions(tree: Mapping[str, Any]) -> Assumptions:
         raise ValueError("; ".join(unknown))
     if lacking := missing(tree):
         raise ValueError(
-            f"{', '.join(lacking)}: not given, and nothing can be simulated without: give --from a synchronous run, or "
-            "--set simulation.engine.step_s=..., simulation.train.token_s=..., simulation.publish.seconds=..., "
+            f"{', '.join(lacking)} must be set: pass a synchronous run as --from, or --set "
+            "simulation.engine.step_s=..., simulation.train.token_s=..., simulation.publish.seconds=..., "
             "simulation.lengths.mean=... and simulation.lengths.prompt_tokens=..."
         )
     if found is None:

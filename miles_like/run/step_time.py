@@ -60,14 +60,14 @@ def not_timed(run: RunConfig, model: PlannedModel, plan: Plan) -> str | None:
         return None
     if run.servers is None or plan.engine is None:
         what = f"rollout.engine = {run.rollout.engine!r}" if run.servers else f"algorithm.name = {run.algorithm.name!r}"
-        return f"no step time: it is predicted for runs with a rollout by stock SGLang, and this one has {what}"
+        return f"no step time: the prediction supports rollouts by stock SGLang only, but this run has {what}"
     parts = {
         "the critic's passes and steps": model.critic is not None,
         "the pass of the reference on its own devices": model.reference is not None,
         "the passes of teachers": bool(run.distillation.teachers),
     }
     missing = [part for part, there in parts.items() if there]
-    return f"not in these seconds: {', '.join(missing)}" if missing else None
+    return f"not included in these seconds: {', '.join(missing)}" if missing else None
 
 
 def searched(
@@ -87,7 +87,7 @@ def searched(
     facts = replace(facts, trained=trained_share(model.trainer, model.hf))
     order = by or "speed"
     if order not in _ORDERS:
-        raise ValueError(f"--by {by}: want one of {', '.join(_ORDERS)}")
+        raise ValueError(f"--by {by}: expected one of {', '.join(_ORDERS)}")
     return search(
         run, model.hf, facts, plan_of, nodes=_numbers(nodes), formats=[known[n] for n in names], by=_ORDERS[order]
     )
@@ -113,6 +113,6 @@ def report(console: Console, found: Searched, path: Path, *, json_path: Path | N
     if write is None:
         return
     if not found.found:
-        raise ValueError(f"--write {write}: no layout was found that fits, so there is none to write: use more nodes")
+        raise ValueError(f"--write {write}: no layout fits, so nothing was written: use more nodes")
     write.write_text(chosen_toml(found.found[0], path, write), encoding="utf-8")
     console.print(f"-> {write}", markup=False, highlight=False)

@@ -38,7 +38,7 @@ def train_supervised(plan: ModelPlan, console: Console, *, resume: bool, launche
     trainer = launcher.trainer(plan, objective.loss)
     sets = ", ".join(f"{name} {len(x)}" for name, x in held_out.items()) or "none"
     ready = f"Ready in {time.perf_counter() - started:.0f} s: {len(plan.placement.of('trainer'))} trainer ranks."
-    line = f"{'':12}{ready} {len(examples)} examples, held out: {sets}."
+    line = f"{'':12}{ready} {len(examples)} examples; held out: {sets}."
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     packs = packer(plan, c.parallel.dp, replayed=True, balanced=True, aggregation=objective.aggregation)
     stop = StopRequest()
@@ -60,13 +60,13 @@ def read_examples(plan: ModelPlan) -> tuple[list[SampleGroup], dict[str, list[Sa
         max_tokens=c.max_pack_tokens,
     )
     if c.data.train is None:
-        raise ValueError("data.train is not set: name the file of the examples")
+        raise ValueError("data.train is not set: set it to the file of the examples")
     held_out = {s.name: reader.read(s.path)[: s.max_prompts] for s in c.eval_sets}
     for name, groups in held_out.items():
         if c.algorithm.name == "kto" and len(groups) < 2:
             raise ValueError(
-                f"eval set {name!r} has {len(groups)} row, and KTO's baseline joins the prompt of each row with the "
-                "answer of another: give it 2 rows or more, or raise eval.max_prompts"
+                f"eval set {name!r} has {len(groups)} row, but KTO's baseline pairs the prompt of each row with "
+                "the answer of another row: use a set of at least 2 rows, or raise eval.max_prompts"
             )
     return reader.read(c.data.train), held_out
 

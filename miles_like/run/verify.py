@@ -63,35 +63,37 @@ class VerifyRun:
         if attached and rollouts is not None:
             raise ValueError(
                 f"--rollouts {rollouts} compares saved samples without a server, so --server {attached[0]} has no "
-                "effect: give one of the two"
+                "effect: pass one of them"
             )
         if options.overwrite and not attached:
             raise ValueError(
-                "--overwrite replaces the weights of running servers: name them with --server, or remove it"
+                "--overwrite replaces the weights of running servers: pass their URLs with --server, or remove it"
             )
         if options.layers and rollouts is not None:
             raise ValueError(
-                f"--rollouts {rollouts} compares saved samples without a server, and --layers asks servers for the "
-                "states of their layers: give one of the two"
+                f"--rollouts {rollouts} compares saved samples without a server, but --layers requests the states "
+                "of layers from servers: pass one of them"
             )
         self.states = rollout.plan.run_dir.resolve() / "verify" / "states" if options.layers else None
         if self.states is not None:
             rollout = replace(rollout, layer_states=self.states)
         if options.layers and rollout.plan.config.rollout.engine == "vllm":
             raise ValueError(
-                "--layers with rollout.engine = 'vllm': a vLLM server gives no states of its layers: leave out --layers"
+                "--layers with rollout.engine = 'vllm': a vLLM server does not return the states of its "
+                "layers: remove --layers"
             )
         if attached and rollout.plan.config.rollout.engine == "vllm":
             raise ValueError(
-                f"--server {attached[0]} with rollout.engine = 'vllm': a vLLM server does not report its model's shape "
-                "and layout, so it cannot be validated against the job: leave out --server, and the job starts a server"
+                f"--server {attached[0]} with rollout.engine = 'vllm': a vLLM server does not report its model's "
+                "shape and layout, so it cannot be compared with the configuration: remove --server, and the "
+                "command starts a server"
             )
         self.rollout, self.plan, self.config = rollout, rollout.plan, rollout.plan.config
         self.rollouts, self.checkpoint, self.launcher = rollouts, checkpoint, launcher or Launcher()
         self.may_publish = options.overwrite or not attached
         if prompts is not None and rollouts is not None:
             raise ValueError(
-                f"--rollouts {rollouts} uses saved samples, so --prompts {prompts} has no effect: give one of the two"
+                f"--rollouts {rollouts} uses saved samples, so --prompts {prompts} has no effect: pass one of them"
             )
         self.key = options.key
         self.attached, self.prompts = tuple(attached), PROMPTS if prompts is None else prompts
@@ -217,7 +219,7 @@ class VerifyRun:
             expected = published.hashes(None if self._publishes_first else stored)
             of_each = [weight_evidence(published, expected, hashes, stored) for hashes in served]
         elif self.config.rollout.engine == "vllm":
-            return "vLLM hashes the fused tensors that it made of the published ones, in the layout of its kernels"
+            return "vLLM hashes the fused tensors that it builds from the published ones, in the layout of its kernels"
         elif found := await self._stacked(clients, served, published):
             of_each = found
         elif rollout.publish is None:
@@ -243,8 +245,8 @@ class VerifyRun:
 
 
 _OPAQUE = (
-    "stock SGLang hashes the fused tensors that it made of the published ones; --overwrite publishes to it, and "
-    "compares its hashes before and after"
+    "stock SGLang hashes the fused tensors that it builds from the published ones; with --overwrite this command "
+    "publishes to the server and compares its hashes before and after"
 )
 
 
@@ -255,18 +257,18 @@ def check_attached(url: str, info: ModelInfo, server: Mapping[str, Any], plan: M
     kind = "embedded" if server.get("version") == "embedded" else "sglang"
     if kind != rollout.engine:
         raise ValueError(
-            f"server {url} is {_KINDS[kind]}, rollout.engine = {rollout.engine!r}: --set rollout.engine={kind}"
+            f"server {url} is {_KINDS[kind]}, but rollout.engine = {rollout.engine!r}: pass --set rollout.engine={kind}"
         )
     if info.architectures != wanted:
         raise ValueError(
-            f"server {url} serves {', '.join(info.architectures) or 'an unnamed model'} ({info.model_path}), "
-            f"{plan.served} is {', '.join(wanted)}: give a server of the job's model"
+            f"server {url} serves {', '.join(info.architectures) or 'an unnamed model'} ({info.model_path}), but "
+            f"{plan.served} is {', '.join(wanted)}: use a server of this model"
         )
     ranks = int(server.get("tp_size", 1))
     if kind == "sglang" and ranks != rollout.sglang.tp_size:
         raise ValueError(
-            f"server {url} has {ranks} tensor-parallel ranks, rollout.sglang.tp_size = {rollout.sglang.tp_size}: "
-            f"--set rollout.sglang.tp_size={ranks}"
+            f"server {url} has {ranks} tensor-parallel ranks, but rollout.sglang.tp_size = "
+            f"{rollout.sglang.tp_size}: pass --set rollout.sglang.tp_size={ranks}"
         )
     if plan.model.routing is not None and not server.get("enable_return_routed_experts"):
         raise ValueError(f"server {url} does not return expert routes: start it with --enable-return-routed-experts")
@@ -291,15 +293,15 @@ def read_rollouts(path: Path, version: int) -> list[SampleGroup]:
     except OSError as e:
         raise ValueError(f"{path}: {e.strerror}") from None
     except UnicodeDecodeError as e:
-        raise ValueError(f"{path} is not a text of UTF-8 ({e}): give a rollouts/step_N.jsonl of a run") from None
+        raise ValueError(f"{path} is not UTF-8 text ({e}): use rollouts/step_N.jsonl of a run") from None
     samples = [_sample(line, f"{path}, line {i + 1}") for i, line in enumerate(lines) if line.strip()]
     if not samples:
-        raise ValueError(f"{path} holds 0 samples: give a rollouts/step_N.jsonl of a run")
+        raise ValueError(f"{path} contains 0 samples: use rollouts/step_N.jsonl of a run")
     versions = sorted({v.version for s in samples for v in s.versions})
     if versions not in ([], [version]):
         raise ValueError(
-            f"{path} holds tokens of weight versions {versions}, the trainer has version {version}: give the "
-            "checkpoint of that version (--checkpoint RUN/checkpoints/step_N), and samples of one version"
+            f"{path} contains tokens of weight versions {versions}, but the trainer has version {version}: pass "
+            "the checkpoint of that version (--checkpoint RUN/checkpoints/step_N), and samples of one version"
         )
     return [
         SampleGroup(prompt=Prompt(id=s.prompt_id, token_ids=tuple(s.token_ids.tolist()), answer=""), samples=(s,))
@@ -317,16 +319,19 @@ def _sample(line: str, where: str) -> Sample:
     except ValueError as e:
         raise ValueError(f"{where} is not JSON: {e}") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{where} is a JSON {type(row).__name__}, want an object: give a run's rollouts/step_N.jsonl")
+        raise ValueError(
+            f"{where} is a JSON {type(row).__name__}, expected an object: use rollouts/step_N.jsonl of a run"
+        )
     missing = [k for k in _KEPT if k not in row]
     if missing:
         raise ValueError(
-            f"{where} has no {missing[0]!r}: an older version wrote it; run again to write samples with tokens"
+            f"{where} has no {missing[0]!r}, because an older version of miles-like wrote it: repeat the run "
+            "with this version"
         )
     try:
         return _kept_sample(row, where)
     except (TypeError, RuntimeError, OverflowError, AttributeError, KeyError) as e:
-        raise ValueError(f"{where} is damaged or was edited ({e}); give the file that the run wrote") from None
+        raise ValueError(f"{where} is damaged or was edited ({e}): use the file as the run wrote it") from None
 
 
 def _kept_sample(row: Mapping[str, Any], where: str) -> Sample:
@@ -334,8 +339,8 @@ def _kept_sample(row: Mapping[str, Any], where: str) -> Sample:
     sizes = len(row["token_ids"]), len(mask), len(row["logprobs"])
     if sizes[0] != sizes[1] or sizes[2] != int(mask.sum()):
         raise ValueError(
-            f"{where} has {sizes[0]} token_ids, a loss_mask of {sizes[1]} with {int(mask.sum())} set, and {sizes[2]} "
-            "logprobs: it is damaged or was edited; give the file that the run wrote"
+            f"{where} has {sizes[0]} token_ids, a loss_mask of {sizes[1]} with {int(mask.sum())} set, and "
+            f"{sizes[2]} logprobs: the line is damaged or was edited; use the file as the run wrote it"
         )
     logprobs = torch.zeros(len(mask))
     logprobs[mask] = torch.tensor(row["logprobs"], dtype=torch.float32)

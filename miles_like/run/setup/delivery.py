@@ -99,7 +99,7 @@ class DirectoryDelivery:
     def _directory(written: PublishReport | None, version: int) -> Path:
         if written is None or written.directory is None or written.version != version:
             last = "none" if written is None else f"version {written.version}"
-            raise RuntimeError(f"servers are to load version {version}, and {last} was written last")
+            raise RuntimeError(f"servers must load version {version}, but {last} was written last")
         return written.directory
 
     @property

@@ -69,8 +69,8 @@ def check_layers(hf: Mapping[str, Any]) -> None:
     layers, routed = family.num_layers(hf), len(family.moe_layers(hf))
     if routed < layers:
         raise ValueError(
-            f"config.json has experts in {routed} of {layers} layers (mlp_only_layers, decoder_sparse_step), stock "
-            "SGLang serves Qwen3-MoE with experts in all of them only: set rollout.engine = 'embedded'"
+            f"config.json has experts in {routed} of {layers} layers (mlp_only_layers, decoder_sparse_step), but "
+            "stock SGLang supports Qwen3-MoE only with experts in every layer: set rollout.engine = 'embedded'"
         )
 
 
@@ -98,7 +98,7 @@ def check_engine_shards(flags: SGLangFlags, hf: Mapping[str, Any], spec: QuantSp
     for key, part in (("ep_size", flags.ep_size), ("dp_size", flags.dp_size if flags.enable_dp_attention else 1)):
         if flags.tp_size % part:
             raise ValueError(
-                f"rollout.sglang.tp_size = {flags.tp_size} ranks are not divided by {key} = {part}: give a divisor"
+                f"rollout.sglang.tp_size = {flags.tp_size} is not divisible by {key} = {part}: choose a divisor"
             )
     codec = codec_or_none(spec)
     if spec is None or codec is None:
@@ -120,7 +120,8 @@ def check_engine_shards(flags: SGLangFlags, hf: Mapping[str, Any], spec: QuantSp
         if size % (ranks * block):
             raise ValueError(
                 f"{name} {list(shape)} divided over {ranks} ranks of a server gives each {size / ranks:g} "
-                f"{'columns' if axis else 'rows'}, no multiple of {spec.format}'s block of {block}: {key}"
+                f"{'columns' if axis else 'rows'}, which is not a multiple of {spec.format}'s block of {block}: "
+                f"{key}"
             )
 
 

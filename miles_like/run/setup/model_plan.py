@@ -129,7 +129,7 @@ class ServedDirectory:
             return HFCheckpoint(self.path)
         except ValueError as e:
             raise ValueError(
-                f"{e}; only nodes with rollout servers have a copy of the weights: run this command on such a node"
+                f"{e}; only nodes with rollout servers have a copy of the weights; run this command on such a node"
             ) from None
 
 
@@ -163,8 +163,8 @@ def model_plan(config: RunConfig, run_dir: Path, served: Path, weights: Path) ->
     if model.stored != model.spec:
         stored = "BF16" if model.stored is None else model.stored.format.value
         raise ValueError(
-            f"precision.format = {config.precision.format.value!r}, but {served} holds {stored} weights: "
-            "run the stage that makes it again (--stages stage,train)"
+            f"precision.format = {config.precision.format.value!r}, but {served} contains {stored} weights: write "
+            "it again with --stages stage,train"
         )
     return ModelPlan(
         config=config,

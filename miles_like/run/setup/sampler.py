@@ -35,7 +35,7 @@ class EngineSampler:
         c, params = self.rollout.plan.config, self.rollout.sampling(round_index)
         seed = params.sampling_seed
         if seed is None:
-            raise RuntimeError("sampling without a seed: a checkpoint could not name the samples in flight")
+            raise RuntimeError("sampling needs a seed, so that checkpoints can identify the samples in flight")
         groups = groups_as_completed(
             self.engine,
             prompts,

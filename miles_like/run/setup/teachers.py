@@ -202,7 +202,9 @@ class RunTeachers:
         if own == other:
             return None
         differ = [token for token in own if other.get(token) != own[token]]
-        return f"{len(other)} tokens and {len(own)}" + (f", {differ[0]!r} is not the same" if differ else "")
+        return f"{len(other)} tokens instead of {len(own)}" + (
+            f", and {differ[0]!r} has a different id" if differ else ""
+        )
 
     def _on_nodes(self, files: Output, slots: Sequence[Slot]) -> Path:
         """The path at which the nodes of `slots` find the files."""
@@ -275,7 +277,7 @@ def check_same_shapes(name: str, teacher: Mapping[str, Any], student: Mapping[st
         if a.get(tensor) != b.get(tensor):
             raise ValueError(
                 f"teacher {name!r} has a different architecture from the student: {tensor} is "
-                f"{_shape(a.get(tensor))} there and {_shape(b.get(tensor))} here, and its weights are swapped "
+                f"{_shape(a.get(tensor))} there and {_shape(b.get(tensor))} here, but its weights are swapped "
                 "with the student's: set kind = 'server', which serves any architecture"
             )
 

@@ -29,8 +29,8 @@ def released(config: RunConfig) -> str:
     if not n:
         return done
     return (
-        f"{done}; servers are not replaced while both sides take turns, although publish.replacements = {n}: a run "
-        "that loses one ends and can be continued with --resume"
+        f"{done}; publish.replacements = {n} has no effect while servers and trainer take turns: a run that loses "
+        "a server ends and can be continued with --resume"
     )
 
 

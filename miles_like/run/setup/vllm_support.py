@@ -18,20 +18,20 @@ def check_vllm_model(hf: Mapping[str, Any], *, gpus_per_node: int) -> None:
     latent = family.transformer_config(hf).get("multi_latent_attention")
     if hf.get("model_type") == "deepseek_v3" and hf.get("topk_method") != "noaux_tc":
         raise ValueError(
-            f"config.json has topk_method = {hf.get('topk_method')!r}, and vLLM then has no e_score_correction_bias "
-            'to load: add "topk_method": "noaux_tc" and "scoring_func": "sigmoid" to it'
+            f"config.json has topk_method = {hf.get('topk_method')!r}, and vLLM then does not load "
+            'e_score_correction_bias: add "topk_method": "noaux_tc" and "scoring_func": "sigmoid" to it'
         )
     if gpus_per_node:
         return
     if latent:
         raise ValueError(
-            "vLLM 0.32 computes other log-probabilities than the model's with latent attention on CPUs "
-            f"(cluster.gpus_per_node = 0), by up to 0.9 nats: {_OTHERS}"
+            "with latent attention on CPUs (cluster.gpus_per_node = 0), vLLM 0.32 computes log-probabilities "
+            f"that differ from the model's by up to 0.9 nats: {_OTHERS}"
         )
     if layers := family.moe_layers(hf):
         raise ValueError(
-            f"config.json has {len(layers)} layers with experts, which vLLM 0.32 on CPUs (cluster.gpus_per_node = 0) "
-            f"does not prepare again when it loads published weights, and whose routes it does not return: {_OTHERS}"
+            f"config.json has {len(layers)} layers with experts, for which vLLM 0.32 on CPUs "
+            f"(cluster.gpus_per_node = 0) neither repacks published weights nor returns routes: {_OTHERS}"
         )
     if hf.get("tie_word_embeddings"):
         raise ValueError(
@@ -41,6 +41,6 @@ def check_vllm_model(hf: Mapping[str, Any], *, gpus_per_node: int) -> None:
     size = int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
     if size not in _CPU_HEADS:
         raise ValueError(
-            f"config.json has attention heads of {size} values, vLLM 0.32 on CPUs (cluster.gpus_per_node = 0) has "
-            f"kernels for {', '.join(map(str, _CPU_HEADS))}: {_OTHERS}"
+            f"config.json has attention heads of {size} values, but vLLM 0.32 on CPUs (cluster.gpus_per_node = 0) "
+            f"has kernels only for {', '.join(map(str, _CPU_HEADS))}: {_OTHERS}"
         )

@@ -1,4 +1,4 @@
-"""What a dry run refuses and what it lists as not checked from here, through the command.
+"""What a dry run refuses and what it lists as not checked, through the command.
 
 Not covered: the checks that only the start of a run makes (test_preflight.py), and that they pass in a real run
 (tests/e2e).
@@ -197,16 +197,16 @@ def test_a_port_in_use_is_refused(dry: Dry) -> None:
     ("sets", "reason"),
     [
         ({"data__eval": "owner/name"}, "owner/name: its rows are on the hub"),
-        ({"reward__name": "{here}/parts.py:unresolved"}, "found no network (reward of prompt"),
-        ({"reward__name": "{here}/parts.py:both_refused"}, "found no network (reward of prompt"),
-        ({"reward__name": "{here}/parts.py:offline"}, "found no network (reward of prompt"),
+        ({"reward__name": "{here}/parts.py:unresolved"}, "had no network access (reward of prompt"),
+        ({"reward__name": "{here}/parts.py:both_refused"}, "had no network access (reward of prompt"),
+        ({"reward__name": "{here}/parts.py:offline"}, "had no network access (reward of prompt"),
         ({"reward": "{name='remote',remote={url='http://127.0.0.1:9'}}"}, "reward remote: the server at http://127.0"),
         (
             {"reward": f"{{name='reward_model',reward_model={{url='{AWAY}',send='chat',tokenizer='owner/name'}}}}"},
             "reward reward_model: the server at http://127.0",
         ),
-        ({"cluster__gpus_per_node": "8"}, "the run is for 8 GPUs, this machine has 0"),
-        ({"cluster__nodes": "2"}, "the run is for 2 nodes"),
+        ({"cluster__gpus_per_node": "8"}, "the run needs 8 GPUs, but this machine has 0"),
+        ({"cluster__nodes": "2"}, "the run needs 2 nodes"),
         ({"model__make": "false", "model__path": "owner/name", "data__train": "{here}/long.jsonl"}, "tokenizer is not"),
     ],
 )
@@ -215,7 +215,7 @@ def test_what_cannot_be_told_from_here_is_listed_with_status_0(
 ) -> None:
     (tmp_path / "long.jsonl").write_text('{"prompt": "' + "1" * 2000 + '", "answer": "1"}\n')
     done = dry(**sets)
-    listed = done.out.partition("not checked from here, but by the run before its first stage:")[2]
+    listed = done.out.partition("not checked by this dry run, but by the run before its first stage:")[2]
     assert done.status == 0 and reason in listed, (done.err, listed)
 
 
@@ -239,7 +239,7 @@ def test_neither_network_nor_heavy_libraries_are_needed(dry: Dry, monkeypatch: p
     monkeypatch.setattr(socket, "getaddrinfo", refused)
     done = dry(config=config)
     assert done.status == 0, done.err
-    assert ("not checked from here" in done.out) == (config != "tiny")
+    assert ("not checked by this dry run" in done.out) == (config != "tiny")
 
 
 def test_a_right_part_is_called_with_a_row_and_passes(dry: Dry) -> None:

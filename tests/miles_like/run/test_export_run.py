@@ -139,7 +139,7 @@ def test_a_run_is_served_as_the_export_of_its_checkpoint_which_is_made_once(home
     folder = run / "checkpoints" / "step_2"
     assert [served(path, lines) for path in (run, folder, folder / "trainer")] == [last] * 3
     assert {p: p.stat().st_mtime_ns for p in last.directory.iterdir()} == files
-    assert [line.split(":")[0] for line in lines] == ["exported"] + ["exported before"] * 3
+    assert [line.split(":")[0] for line in lines] == ["exported"] + ["using the existing export"] * 3
     first = served(run, step=1)
     assert same(first.directory, home / "one") and served(run / "checkpoints" / "step_1").directory == first.directory
     next(last.directory.glob("*.safetensors")).write_bytes(b"")  # damaged since, or by a kill
