@@ -33,7 +33,7 @@ def loss_weights(
         sample_weights = total / (np.maximum(prompt_counts, 1)[prompts] * max((prompt_counts > 0).sum(), 1))
     elif aggregation is Aggregation.CONSTANT:
         if constant is None or constant < 1:
-            raise ValueError(f"aggregation 'constant' divides by {constant} tokens: give it at least 1")
+            raise ValueError(f"aggregation 'constant' divides by {constant} tokens: use a constant of at least 1")
         sample_weights = np.full(len(counts), total / (kept.sum() * constant))
     else:
         divisors = counts if aggregation is Aggregation.SEQUENCE_MEAN else np.ones(len(counts))

@@ -41,7 +41,7 @@ class Packer:
         count = self.steps_per_rollout
         if count < 1 or len(groups) % count:
             raise ValueError(
-                f"{len(groups)} groups do not divide into {count} mini-batches: change train.steps_per_rollout"
+                f"{len(groups)} groups are not divisible into {count} mini-batches: change train.steps_per_rollout"
             )
         given = _zeros(groups) if advantages is None else advantages
         n = len(groups) // count

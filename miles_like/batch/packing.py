@@ -114,7 +114,7 @@ def _flattened(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[floa
     traces = [s.routing for s in samples if s.routing is not None]
     if len(traces) not in (0, len(samples)):
         raise ValueError(
-            f"{len(traces)} of {len(samples)} samples carry routing: replay needs all or none; "
+            f"{len(traces)} of {len(samples)} samples carry routing: routing replay needs it for all or none; "
             "check that every rollout server returns routed experts"
         )
     names = names_of(samples)
@@ -142,7 +142,7 @@ def cut_shard(shard: Sequence[MicroBatch], part: ShardSpec) -> list[RankRoutes |
     """The routes of each micro-batch that the ranks of `part` need. Raises ValueError as `cut_routes` does."""
     out: list[RankRoutes | None] = []
     for m in shard:
-        assert not isinstance(m.routing, RankRoutes), "routes that are cut cannot be cut again"
+        assert not isinstance(m.routing, RankRoutes), "routes that were already cut for a rank cannot be cut again"
         out.append(None if m.routing is None else cut_routes(m.routing, m.samples, m.cu_seqlens, part))
     return out
 
@@ -177,8 +177,8 @@ def _streams(samples: Sequence[Sample]) -> list[str]:
     for s in samples:
         if set(s.streams) != names or (s.candidates is None) != (samples[0].candidates is None):
             raise ValueError(
-                f"sample {s.name} has the streams {sorted(s.streams)}, sample {samples[0].name} has {sorted(names)}: "
-                "all samples of a step need the same streams"
+                f"sample {s.name} has the streams {sorted(s.streams)}, but sample {samples[0].name} has "
+                f"{sorted(names)}: all samples of a step need the same streams"
             )
     return sorted(names)
 
@@ -191,21 +191,26 @@ def _matched(
     groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float | Tensor]]
 ) -> tuple[list[Sample], list[float | Tensor]]:
     if len(groups) != len(advantages):
-        raise ValueError(f"{len(groups)} groups but {len(advantages)} lists of advantages: give one list per group")
+        raise ValueError(f"{len(groups)} groups, but {len(advantages)} lists of advantages: pass one list per group")
     for group, values in zip(groups, advantages, strict=True):
         if len(group.samples) != len(values):
             raise ValueError(
-                f"group {group.prompt.id!r} has {len(group.samples)} samples but {len(values)} advantages: "
-                "give one per sample"
+                f"group {group.prompt.id!r} has {len(group.samples)} samples, but {len(values)} advantages: pass "
+                "one per sample"
             )
         for s, a in zip(group.samples, values, strict=True):
             if isinstance(a, Tensor) and a.shape != s.token_ids.shape:
-                raise ValueError(f"sample {s.name} has {len(s.token_ids)} tokens but advantages {list(a.shape)}")
+                raise ValueError(
+                    f"sample {s.name} has {len(s.token_ids)} tokens, but advantages of shape {list(a.shape)}: "
+                    "pass a number, or one number per token"
+                )
             if not (bool(a.isfinite().all()) if isinstance(a, Tensor) else math.isfinite(a)):
-                raise ValueError(f"group {group.prompt.id!r} has advantages {list(values)}: check its rewards for nan")
+                raise ValueError(
+                    f"group {group.prompt.id!r} has non-finite advantages {list(values)}: check its rewards for nan"
+                )
     samples = [s for g in groups for s in g.samples]
     if not samples:
-        raise ValueError(f"0 samples in {len(groups)} groups: want at least 1")
+        raise ValueError(f"0 samples in {len(groups)} groups: expected at least 1")
     return samples, [a for values in advantages for a in values]
 
 
@@ -223,7 +228,9 @@ def _pack(
         raise ValueError(f"dp_size {dp_size} and micro_multiple {micro_multiple} must be at least 1")
     counts, inputs = flat.loss_counts(), flat.lengths - 1
     if not counts.sum():
-        raise ValueError(f"0 response tokens in {len(counts)} samples: nothing to train on; check the rollout servers")
+        raise ValueError(
+            f"0 response tokens in {len(counts)} samples: there is nothing to train on; check the rollout servers"
+        )
     kept = sums_of(units, counts) > 0  # [units]
     sizes, unit_inputs = np.bincount(units), sums_of(units, inputs)
     first = np.cumsum(sizes) - sizes  # the first sample of each unit
@@ -232,8 +239,8 @@ def _pack(
         name, n = flat.names[first[longest]], sizes[longest]
         what = f"sample {name} has" if n == 1 else f"the {n} samples of the group of {name} have"
         raise ValueError(
-            f"{what} {unit_inputs[longest]} input tokens, a micro-batch holds {max_tokens}: "
-            "raise train.max_tokens_per_rank or lower rollout.max_new_tokens"
+            f"{what} {unit_inputs[longest]} input tokens, but a micro-batch holds only {max_tokens}: raise "
+            "train.max_tokens_per_rank or lower rollout.max_new_tokens"
         )
     loads = sums_of(units, loads_of(inputs, np.flatnonzero(kept[units]), cost))
     rows = spread(np.flatnonzero(kept), loads, bins=dp_size)

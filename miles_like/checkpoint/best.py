@@ -36,8 +36,8 @@ class KeptBest:
         if value is None or not math.isfinite(value):
             warned, self._warned = self._warned, True
             warning = (
-                f"checkpoint.keep_best: the row of step {step} has no {self._metric}, so its checkpoint cannot be the "
-                "best: set checkpoint.every to a multiple of eval.every, or name another metric"
+                f"checkpoint.keep_best: the row of step {step} has no {self._metric}, so its checkpoint cannot be "
+                "the best: set checkpoint.every to a multiple of eval.every, or choose another metric"
             )
             return None if warned else warning
         if self.value is None or better(self._metric) * (value - self.value) > 0:

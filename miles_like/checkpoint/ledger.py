@@ -201,7 +201,7 @@ class Ledger:
 
     def _compare(self, path: Path) -> None:
         found = audit(path)
-        remedy = "resume from a checkpoint before it was changed, or use --fresh"
+        remedy = "resume from an earlier checkpoint, or start again with --fresh"
         if found.wrong is not None:
             raise ValueError(f"{found.wrong}; {remedy}")
         last = found.steps[-1] if found.steps else None
@@ -210,9 +210,9 @@ class Ledger:
         in_state = (self._issued, self._trained, self._discarded.total(), self._in_flight)
         if in_file != in_state or found.unfinished:
             raise ValueError(
-                f"{path} ends with {in_file} samples issued, trained, discarded and in flight"
-                f"{f' and {found.unfinished} more lines' if found.unfinished else ''}, the checkpoint's ledger has "
-                f"{in_state}: {remedy}"
+                f"{path} ends with {in_file} samples issued, trained, discarded and in "
+                f"flight{f' and {found.unfinished} more lines' if found.unfinished else ''}, but the checkpoint's "
+                f"ledger has {in_state}: {remedy}"
             )
 
     def _require_open(self, group_id: int) -> _Issued:

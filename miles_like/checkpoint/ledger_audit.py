@@ -77,33 +77,39 @@ class _Reader:
         except ValueError as e:
             raise ValueError(f"it is damaged ({e})") from None
         if not isinstance(row, dict):
-            raise ValueError(f"it holds {type(row).__name__} where an object was expected")
+            raise ValueError(f"it is a {type(row).__name__}, expected an object")
         if row.keys() == _GROUP_KEYS:
             self._group(row)
         elif row.keys() == _TOTALS_KEYS and all(_is_count(v) for v in row.values()):
             self._totals(Totals(step=row["step"], groups=row["tickets"], **{name: row[name] for name in _SAMPLES}))
         else:
-            raise ValueError(f"it is neither a group's line nor a step's totals: it holds {', '.join(sorted(row))}")
+            raise ValueError(
+                f"it is neither a group's line nor a step's totals: it has the keys {', '.join(sorted(row))}"
+            )
 
     def _group(self, row: Mapping[str, Any]) -> None:
         step, group_id, trained, discarded = row["step"], row["ticket"], row["trained"], row["discarded"]
         last = self.steps[-1].step if self.steps else -1
         if not (_is_count(group_id) and _is_count(step) and isinstance(row["prompt"], str)):
-            raise ValueError(f"step {step!r}, group {group_id!r}, prompt {row['prompt']!r}: want two counts and a name")
+            raise ValueError(
+                f"step {step!r}, group {group_id!r}, prompt {row['prompt']!r}: expected two counts and a prompt id"
+            )
         if not (isinstance(trained, list) and all(map(_is_count, trained)) and trained == sorted(set(trained))):
             raise ValueError(
-                f"group {group_id} has trained = {trained!r}: want indices of samples, ascending, without duplicates"
+                f"group {group_id} has trained = {trained!r}: expected sample indices, ascending, without duplicates"
             )
         if not (isinstance(discarded, dict) and all(_is_count(n) and n > 0 for n in discarded.values())):
-            raise ValueError(f"group {group_id} has discarded = {discarded!r}: want a count from 1 for each reason")
+            raise ValueError(
+                f"group {group_id} has discarded = {discarded!r}: expected a count of at least 1 for each reason"
+            )
         samples = len(trained) + sum(discarded.values())
         if not samples or (trained and trained[-1] >= samples):
             raise ValueError(f"group {group_id} has {samples} samples, of which {trained} were trained: some are lost")
         if group_id in self.closed:
-            raise ValueError(f"group {group_id} is closed a second time: its samples were trained or discarded before")
+            raise ValueError(f"group {group_id} is closed a second time: its samples were already trained or discarded")
         # where the prompts have ended, the remaining groups are discarded after the last step
         if step < last or (step == last and trained) or (self.since and step != self.since[-1]["step"]):
-            raise ValueError(f"group {group_id} is of step {step}, after lines of step {_last(self.since, last)}")
+            raise ValueError(f"group {group_id} of step {step} comes after lines of step {_last(self.since, last)}")
         if self.since and group_id < self.since[-1]["ticket"]:
             raise ValueError(f"group {group_id} comes after group {self.since[-1]['ticket']} of the same step")
         self.closed.add(group_id)
@@ -118,25 +124,25 @@ class _Reader:
         here = _last(self.since, row.step)
         again = row.step == before.step and bool(self.since)  # the groups discarded after the last step
         if row.step != here or (self.steps and row.step <= before.step and not again):
-            raise ValueError(f"totals of step {row.step} after lines of step {_last(self.since, before.step)}")
+            raise ValueError(f"the totals of step {row.step} come after lines of step {_last(self.since, before.step)}")
         counted = {"trained": self.trained, "discarded": self.reasons.total()}
         for name, count in counted.items():
             if getattr(row, name) != count:
-                raise ValueError(f"step {row.step} has {getattr(row, name)} samples {name}, its lines have {count}")
+                raise ValueError(f"step {row.step} has {getattr(row, name)} samples {name}, but its lines have {count}")
         if row.issued != row.trained + row.discarded + row.in_flight:
             raise ValueError(
-                f"step {row.step}: {row.issued} issued are not {row.trained} trained + {row.discarded} discarded + "
+                f"step {row.step}: {row.issued} issued is not {row.trained} trained + {row.discarded} discarded + "
                 f"{row.in_flight} in flight"
             )
         waiting = row.groups - len(self.closed)
         if waiting < 0 or row.in_flight < waiting or (row.in_flight and not waiting):
             raise ValueError(
-                f"step {row.step}: {row.in_flight} samples in flight of {waiting} groups ({row.groups} issued, "
-                f"{len(self.closed)} closed)"
+                f"step {row.step}: {row.in_flight} samples in flight do not fit {waiting} open groups "
+                f"({row.groups} issued, {len(self.closed)} closed)"
             )
         unknown = [line["ticket"] for line in self.since if line["ticket"] >= row.groups]
         if unknown:
-            raise ValueError(f"step {row.step} issued {row.groups} groups and closed group {unknown[0]}")
+            raise ValueError(f"step {row.step} issued {row.groups} groups, but closed group {unknown[0]}")
         if row.groups < before.groups or row.issued < before.issued:
             raise ValueError(
                 f"step {row.step}: {row.groups} groups of {row.issued} samples, fewer than the {before.groups} of "

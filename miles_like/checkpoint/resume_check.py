@@ -67,8 +67,8 @@ def resume_differences(saved: Json, now: Json) -> list[str]:
         if _matches(key, REFUSED):
             back = f"set {key} back" if was.get(key) is None else f"resume with --set {key}={_text(was[key])}"
             raise ValueError(
-                f"{key} was {_text(was.get(key))} when the checkpoint was saved and is {_text(to.get(key))} now: a "
-                f"resumed run cannot change it; {back}, or start a new run with another --run-dir"
+                f"{key} was {_text(was.get(key))} when the checkpoint was saved, but is now {_text(to.get(key))}, "
+                f"which a resumed run cannot change: {back}, or start a new run with another --run-dir"
             )
     return [
         f"{key} was {_text(was.get(key))} and is {_text(to.get(key))} from here on: this changes the run"

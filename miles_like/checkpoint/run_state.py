@@ -56,7 +56,7 @@ class RunState:
         for name in ("step", "weight_version", "tokens_total"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
-                raise ValueError(f"run state has {name} = {value!r}: want a whole number from 0")
+                raise ValueError(f"run state has {name} = {value!r}: expected an integer of at least 0")
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -69,7 +69,10 @@ def empty_folder(checkpoints: Path, step: int) -> Path:
     step. Not created. Raises ValueError when it is the checkpoint to resume from."""
     folder = step_folder(checkpoints, step)
     if folder.name == _latest_name(checkpoints):
-        raise ValueError(f"{folder} is the latest checkpoint and would be overwritten: use --resume or --fresh")
+        raise ValueError(
+            f"{folder} is the latest checkpoint and would be overwritten: pass --resume to continue, or --fresh "
+            "to start again"
+        )
     if folder.exists():
         _remove(folder)
     return folder
@@ -150,8 +153,8 @@ def check_kept(checkpoints: Path, step: int) -> None:
     """Raises ValueError, listing the existing checkpoints, when there is none of `step`."""
     kept = kept_steps(checkpoints)
     if step not in kept:
-        others = f"those kept are {', '.join(map(str, kept))}" if kept else f"{checkpoints} has none"
-        raise ValueError(f"--from-step {step}: no checkpoint of that step is kept, {others}")
+        others = f"kept are the checkpoints of steps {', '.join(map(str, kept))}" if kept else f"{checkpoints} has none"
+        raise ValueError(f"--from-step {step}: the checkpoint of that step was not kept: {others}")
 
 
 def load(folder: Path) -> RunState:
@@ -174,14 +177,14 @@ def consumed_rows(state: RunState) -> int:
     """The number of rows of data.train that a supervised run has used, which is its parts["prompts"]."""
     rows = state.parts.get("prompts")
     if type(rows) is not int:
-        raise DamagedError(f"the checkpoint of step {state.step} is damaged: it has no count of rows in parts.prompts")
+        raise DamagedError(f"the checkpoint of step {state.step} is damaged: parts.prompts has no number of rows")
     return rows
 
 
 def require_parts(state: RunState, *names: str) -> None:
     """Raises DamagedError unless the state has all these parts."""
     if missing := [name for name in names if name not in state.parts]:
-        raise DamagedError(f"the checkpoint of step {state.step} is damaged: it has no {', '.join(missing)}")
+        raise DamagedError(f"the checkpoint of step {state.step} is damaged: {', '.join(missing)} is missing")
 
 
 @contextmanager
@@ -208,8 +211,8 @@ def _earlier_checkpoint_hint(folder: Path) -> str:
             load(step_folder(folder.parent, n))
         except DamagedError:
             continue
-        return f"the newest complete one before it is step {n}: resume from it with --from-step {n}"
-    return "there is no complete one before it: start again with --fresh"
+        return f"the latest complete checkpoint before it is that of step {n}: resume from it with --from-step {n}"
+    return "no complete checkpoint precedes it: start again with --fresh"
 
 
 def _manifest(folder: Path) -> RunStateKeys:
@@ -226,18 +229,21 @@ def _manifest(folder: Path) -> RunStateKeys:
         raise DamagedError(f"{broken} holds {sorted(found) if isinstance(found, dict) else type(found).__name__}")
     stored = found.pop("sum", None)
     if (now := json_sha256(found)) != stored and stored is not None:
-        raise DamagedError(f"{broken} was changed: its SHA-256 is {now[:12]}, its sum is {str(stored)[:12]}")
+        raise DamagedError(f"{broken} was changed: its SHA-256 is {now[:12]}, but {str(stored)[:12]} was written")
     version = found.pop("format")
     if version != FORMAT or stored is None:
         raise ValueError(
-            f"{path} has format {version}, this program reads {FORMAT}: resume with the version that wrote it"
+            f"{path} has format {version}, but this version of miles-like reads format {FORMAT}: resume with "
+            "the version that wrote it"
         )
     try:
         state = check_state(found)
     except ValueError as e:
         raise DamagedError(f"{broken} has an invalid value: {e}") from None
     if folder.name != f"step_{state['step']}":
-        raise DamagedError(f"{broken} has step {state['step']}: the checkpoint was moved or mixed")
+        raise DamagedError(
+            f"{broken} belongs to step {state['step']}: the checkpoint was renamed or mixed with another"
+        )
     return state
 
 
@@ -246,14 +252,14 @@ def _latest(checkpoints: Path, kept: list[int]) -> Path | None:
     if name is None:
         if len(kept) > 1:
             raise ValueError(
-                f"{pointer} is missing, but there are checkpoints of steps {', '.join(map(str, kept))}: resume from "
-                f"one with --from-step {kept[-1]}"
+                f"{pointer} is missing, but checkpoints of steps {', '.join(map(str, kept))} exist: resume from "
+                f"one of them, for example with --from-step {kept[-1]}"
             )
         # the run was killed between completing its first checkpoint and writing `latest`
         return step_folder(checkpoints, kept[0]) if kept else None
     if not re.fullmatch(r"step_\d+", name):
         raise ValueError(
-            f"{pointer} is damaged: it holds {name!r}, not step_N; "
+            f"{pointer} is damaged: it contains {name!r}, not step_N; "
             + (f"resume with --from-step {kept[-1]}" if kept else "start again with --fresh")
         )
     return checkpoints / name

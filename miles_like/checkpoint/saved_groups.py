@@ -58,8 +58,8 @@ def write_groups(path: Path, groups: Mapping[str, SampleGroup]) -> None:
             rest[key] = json.dumps(stored(group))
         except TypeError as e:
             raise ValueError(
-                f"group {key} cannot be saved ({e}): every column of prompt {group.prompt.id!r} must be text, numbers, "
-                "lists or objects of these"
+                f"group {key} cannot be saved ({e}): every column of prompt {group.prompt.id!r} must be text, a "
+                "number, or a list or object of these"
             ) from e
     text = "{" + ", ".join(f"{json.dumps(key)}: {one}" for key, one in rest.items()) + "}"
     tensors = {dtype: torch.cat(parts) for dtype, parts in pools.items()}
@@ -83,7 +83,7 @@ def read_groups(path: Path) -> dict[str, SampleGroup]:
     try:
         return {key: _group(one, tensor) for key, one in rest.items()}
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, OverflowError) as e:
-        raise ValueError(f"{path} is damaged: it holds an invalid group ({type(e).__name__}: {e})") from e
+        raise ValueError(f"{path} is damaged: it contains an invalid group ({type(e).__name__}: {e})") from e
 
 
 def _check_keys(value: Mapping[str, Any], kind: type[SampleGroup | Prompt | Sample | RoutingTrace]) -> None:

@@ -27,8 +27,8 @@ def process_environment(
     for gpu in slot.gpus:
         if gpu >= len(facts.devices):
             raise ValueError(
-                f"{slot.role} {slot.index} is placed on GPU {gpu} of node {facts.host}, of which the run holds "
-                f"{len(facts.devices)}: lower cluster.gpus_per_node, or start Ray there with more GPUs"
+                f"{slot.role} {slot.index} is placed on GPU {gpu} of node {facts.host}, where the run has only "
+                f"{len(facts.devices)} GPUs: lower cluster.gpus_per_node, or start Ray there with more GPUs"
             )
     defaults = _defaults(
         slot.role,

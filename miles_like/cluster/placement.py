@@ -109,9 +109,9 @@ def _ranks(role: Role, pool: Pool, parallel: ParallelConfig) -> list[Slot]:
         return [Slot(role=role, index=r, node=pool.nodes[r % nodes], gpus=()) for r in range(world)]
     if world > width and (width % tp if tp <= width else tp % width):
         raise ValueError(
-            f"parallel.tp = {tp} neither divides nor is a multiple of the {width} GPUs of a node that the {role} has "
-            f"({pool.keys}): a tensor-parallel group would take parts of two nodes; set parallel.tp or the number of "
-            "GPUs so that groups fill nodes"
+            f"parallel.tp = {tp} neither divides nor is a multiple of the {width} GPUs of a node that the {role} "
+            f"has ({pool.keys}): a tensor-parallel group would span parts of two nodes; set parallel.tp or the "
+            "number of GPUs so that groups fill nodes"
         )
     return [Slot(role=role, index=r, node=node, gpus=(gpu,)) for r, (node, gpu) in enumerate(pool.places[:world])]
 
@@ -128,7 +128,9 @@ def _servers(role: Role, servers: Sequence[RolloutConfig], pool: Pool, cluster: 
         needs = "rollout needs" if role == "rollout" else "teachers need"
         remedy = "lower rollout.servers or raise cluster.nodes" if role == "rollout" else f"raise {pool.keys}"
         each = f"{len(widths)} servers x {widths[0]} GPUs" if len(set(widths)) == 1 else f"servers of {widths} GPUs"
-        raise ValueError(f"{needs} {each} = {sum(widths)}, {len(pool.places)} are free for it ({pool.keys}): {remedy}")
+        raise ValueError(
+            f"{needs} {each} = {sum(widths)}, but only {len(pool.places)} are available ({pool.keys}): {remedy}"
+        )
     slots = []
     for s, of in enumerate(stock):
         if s not in places:

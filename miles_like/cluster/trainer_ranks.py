@@ -206,9 +206,9 @@ class RayTrainer:
         states = write_stacks(self._node_ids, self._pids, self._logs)
         stopped = [i for i, state in states.items() if state in "Tt"]
         which = f"; {format_ranks(stopped)} had been stopped by a signal" if stopped else ""
-        stacks = f"the stacks of all are at the end of {self._logs[0].parent}/{self._role}_rank*.log"
+        stacks = f"the stacks of all ranks are at the end of {self._logs[0].parent}/{self._role}_rank*.log"
         if not states:
-            stacks = f"their stacks could not be written, see {self._logs[0].parent}"
+            stacks = f"the stacks could not be written; see {self._logs[0].parent}"
         self._stuck = (
             f"{method}: {self._role} {format_ranks(late)} of {len(self._ranks)} did not answer within {limit:g} s"
             f"{which}: {stacks}; {cluster_gist()}; raise cluster.timeout_s if the work was only slow, and run again"

@@ -83,7 +83,7 @@ class Experience:
             if REFERENCE in needs:
                 found[REFERENCE] = streams_of(bare, batch, await self._reference_logprobs(batch))
             if VALUES in needs:
-                assert self.critic is not None, f"algorithm {self.algorithm.name!r} without its critic"
+                assert self.critic is not None, f"algorithm {self.algorithm.name!r} needs a critic, but none was passed"
                 found[VALUES] = streams_of(bare, batch, await self.critic.logprobs(batch))
         for name, streams in found.items():
             groups = with_streams(groups, name, streams)

@@ -99,7 +99,10 @@ class TeacherProcess:
                 return failed
             what = "has ended" if ended else "does not answer"
             if not self.restarts:
-                raise RolloutError(f"server {failed.url} {what} again, after as many restarts as a run makes")
+                raise RolloutError(
+                    f"server {failed.url} {what} again, and the run has already restarted it as often as allowed: "
+                    "see the server's log"
+                )
             self.restarts -= 1
             self.say(f"the server of teacher {name!r} ({failed.url}) {what}: restarting it")
             try:
@@ -142,7 +145,8 @@ class ServerTeacher:
             if directory.is_dir() and (why := self.other_tokenizer(directory)):
                 raise ValueError(
                     f"teacher {self.name!r} at {client.url} serves {directory}, which uses a different tokenizer "
-                    f"from the student ({why}): it would score other words; use a teacher with the student's tokenizer"
+                    f"from the student ({why}): it would score other tokens; use a teacher with the student's "
+                    "tokenizer"
                 )
 
     async def score(self, groups: Sequence[SampleGroup]) -> list[list[TeacherScores]]:
@@ -186,8 +190,8 @@ class ServerTeacher:
         ids = torch.from_numpy(of.top.ids[skipped:])
         if self.vocabulary is not None and ids.numel() and int(ids.max()) >= self.vocabulary:
             raise RolloutError(
-                f"server {client.url} finds token {int(ids.max())} likely, the student has {self.vocabulary}: take a "
-                "teacher of the student's vocabulary, or distillation.top_k = 0"
+                f"server {client.url} returned token {int(ids.max())}, but the student has {self.vocabulary} "
+                "tokens: use a teacher with the student's vocabulary, or set distillation.top_k = 0"
             )
         return TeacherScores(logprobs, ids, torch.from_numpy(of.top.logprobs[skipped:]))
 
@@ -250,15 +254,15 @@ class Teachers:
         for source in named:
             if source not in sources:
                 raise ValueError(
-                    f"a teacher's sources name {source!r}, which no prompt of data.train has (it has "
+                    f"a teacher's sources include {source!r}, but no prompt of data.train has this source (found: "
                     f"{', '.join(repr(s) for s in sorted(sources))}): remove it, or check the column 'source'"
                 )
         untaught = sorted(s for s in sources if self._teacher_of(s) is None)
         if alone and untaught:
             raise ValueError(
-                f"no teacher covers prompts of source {untaught[0]!r}, and with distillation.mode = 'alone' they would "
-                "train nothing: add it to a teacher's sources, give one teacher no sources (it covers the rest), or "
-                "set mode = 'added'"
+                f"no teacher covers prompts of source {untaught[0]!r}, and with distillation.mode = 'alone' they "
+                "would train nothing: add it to a teacher's sources, leave the sources of one teacher empty (it "
+                "covers the rest), or set mode = 'added'"
             )
 
     async def start(self) -> None:

@@ -125,7 +125,7 @@ class DataBuffer:
         entry = self._in_flight(group_id)
         if group.prompt.id != entry.prompt.id:
             raise RuntimeError(
-                f"group {group_id} is of prompt {entry.prompt.id!r}, got the samples of {group.prompt.id!r}"
+                f"group {group_id} belongs to prompt {entry.prompt.id!r}, but got samples of prompt {group.prompt.id!r}"
             )
         entry.group, entry.stats = group, stats or RolloutStats()
         await self._wake()
@@ -206,7 +206,10 @@ class DataBuffer:
     def _in_flight(self, group_id: int) -> _Entry:
         entry = self._waiting.get(group_id)
         if entry is None or entry.group is not None:
-            raise RuntimeError(f"group {group_id} is not in flight: {self._next_id} were admitted, each ends once")
+            raise RuntimeError(
+                f"group {group_id} is not in flight: it ended before, or is not among the {self._next_id} "
+                "admitted groups"
+            )
         return entry
 
     async def _wake(self) -> None:
@@ -226,12 +229,14 @@ class DataBuffer:
         """Restores a saved state into a new buffer; `find` returns a prompt by its id. Raises ValueError for a buffer
         that was used, and for a damaged state."""
         if self._next_id:
-            raise ValueError(f"cannot restore into a buffer that has admitted {self._next_id} prompts: make a new one")
+            raise ValueError(
+                f"cannot restore into a buffer that has admitted {self._next_id} prompts: create a new buffer"
+            )
         group_ids = [t["ticket"] for t in state["tickets"]]
         if len(set(group_ids)) != len(group_ids) or any(not 0 <= t < state["next_ticket"] for t in group_ids):
             raise ValueError(
-                f"the buffer's saved state is damaged: groups {group_ids[:8]} of {state['next_ticket']}, each once: "
-                "resume from an earlier checkpoint"
+                f"the buffer's saved state is damaged: its groups {group_ids[:8]} are not distinct ids below "
+                f"{state['next_ticket']}: resume from an earlier checkpoint"
             )
         for t in state["tickets"]:
             group = groups.get(str(t["ticket"]))

@@ -191,6 +191,7 @@ def _check_versions(groups: Sequence[SampleGroup], version: int, name: str) -> N
         others = sorted({v.version for v in s.versions} - {version})
         if others:
             raise RuntimeError(
-                f"eval set {name!r} was to be answered by weight version {version}, but {s.name} has tokens of version "
-                f"{', '.join(map(str, others))}: something else publishes weights to the servers"
+                f"eval set {name!r} must be answered by weight version {version}, but {s.name} has tokens of "
+                f"version {', '.join(map(str, others))}: make sure that no other process publishes weights to the "
+                "servers"
             )

@@ -91,5 +91,5 @@ class Feed:
     @property
     def _task(self) -> asyncio.Task[None]:
         if self._sampling is None:
-            raise RuntimeError("Feed.take outside of `async with feed.sampling()`: nothing is sampled")
+            raise RuntimeError("Feed.take requires `async with feed.sampling()`, outside of which nothing is sampled")
         return self._sampling

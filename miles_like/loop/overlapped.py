@@ -117,8 +117,8 @@ def loop_of(controller: type[Controller], *, during_training: bool) -> type[Cont
         return controller
     if controller is not Controller:
         raise ValueError(
-            f"publish.during_training = true with the loop {controller.__name__}, which publishes at the end of each "
-            "step: derive it from miles_like.loop.overlapped.OverlappedController, or set publish.during_training = "
-            "false"
+            "publish.during_training = true requires a loop that publishes during training, but "
+            f"{controller.__name__} publishes at the end of each step: derive it from "
+            "miles_like.loop.overlapped.OverlappedController, or set publish.during_training = false"
         )
     return OverlappedController

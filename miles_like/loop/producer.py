@@ -267,9 +267,9 @@ class Producer:
         elif self._tried >= self.max_rounds * self.groups and not self.ended:  # else the prompts have ended
             why = ", ".join(f"{n} {reason}" for reason, n in self._refused.most_common())
             raise RuntimeError(
-                f"step {self._step}: {self._kept} of {self.groups} groups of {self._tried} prompts, "
-                f"{self._refused.total()} were discarded ({why}): raise rollout.max_rounds = {self.max_rounds}, or "
-                "change the filter or the prompts"
+                f"step {self._step}: only {self._kept} of {self.groups} groups were kept after {self._tried} "
+                f"prompts, and {self._refused.total()} groups were discarded ({why}): raise rollout.max_rounds "
+                f"above {self.max_rounds}, or change the filter or the prompts"
             )
 
     def state(self) -> Json:

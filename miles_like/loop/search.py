@@ -36,11 +36,11 @@ class Search:
 
     def __post_init__(self) -> None:
         if self.best_of < 2:
-            raise ValueError(f"the best of {self.best_of} answers is no choice: give 2 or more")
+            raise ValueError(f"best of {self.best_of} answers leaves nothing to choose: use 2 or more answers")
         if self.beams is not None and not 1 <= self.beams <= self.best_of // 2:
             raise ValueError(
-                f"{self.beams} beams of {self.best_of} answers: each beam needs 2 continuations or more, so give 1 to "
-                f"{self.best_of // 2} beams, or more answers"
+                f"{self.beams} beams of {self.best_of} answers: each beam needs at least 2 continuations: use 1 "
+                f"to {self.best_of // 2} beams, or more answers"
             )
 
     @property
@@ -55,7 +55,7 @@ def best_of(scores: Sequence[float], rewards: Sequence[float], n: int) -> float:
     equal score are chosen with equal probability. Raises ValueError unless 1 <= n <= len(scores)."""
     total = len(scores)
     if not 1 <= n <= total:
-        raise ValueError(f"the best of {n} among {total} answers: want 1 <= n <= {total}")
+        raise ValueError(f"the best of {n} among {total} answers: expected 1 <= n <= {total}")
     out, above = 0.0, 0
     for score in sorted(set(scores), reverse=True):
         tied = [r for s, r in zip(scores, rewards, strict=True) if s == score]

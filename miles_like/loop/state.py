@@ -72,12 +72,16 @@ class LoopState:
         """Restores objects that have done nothing yet. Raises ValueError naming what does not fit."""
         parts = state.parts
         if missing := {"prompts", "buffer", "producer", "ledger"} - set(parts):
-            raise ValueError(f"the checkpoint of step {state.step} has no {', '.join(sorted(missing))} of the loop")
+            raise ValueError(
+                f"the checkpoint of step {state.step} has no state of the loop's {', '.join(sorted(missing))}: "
+                "resume from an earlier checkpoint"
+            )
         self.recorder.tokens_total = state.tokens_total
         prompts = parts["prompts"]
         if not isinstance(prompts, Mapping):
             raise ValueError(
-                f"the checkpoint of step {state.step} holds {type(prompts).__name__} as the prompts' state"
+                f"the checkpoint of step {state.step} has a {type(prompts).__name__} as the prompts' state, "
+                "expected an object: resume from an earlier checkpoint"
             )
         self.source.restore(prompts)
         self.recorder.ledger.restore(parts["ledger"])

@@ -27,8 +27,9 @@ class StepBounds:
             return
         if self.on_breach == "stop":
             raise RuntimeError(
-                f"step {step}: {broken}; its weights are not published. rollouts/step_{step}.jsonl has the samples, "
-                "`miles-like verify` diagnoses the cause; --resume continues from the last checkpoint"
+                f"step {step}: {broken}; its weights are not published. the samples are in "
+                f"rollouts/step_{step}.jsonl; `miles-like verify` diagnoses the cause, and --resume continues "
+                "from the latest checkpoint"
             )
         done = " (their loss weights were reduced)" if self.on_breach == "down_weight" else ""
         self.console.print(f"{'':12}[yellow]warning:[/] step {step}: {broken}{done}", highlight=False, soft_wrap=True)

@@ -29,8 +29,7 @@ def fetched_model(config: RunConfig, run_dir: Path) -> Path:
     marker = read_marker(directory)
     if marker is None or marker.get("key") != key or not (root := marker_root(directory, marker)).is_dir():
         raise ValueError(
-            f"the model that {run_dir} began with is not in {directory}: give its Hugging Face directory with "
-            "--hf-config"
+            f"the initial model of {run_dir} is not in {directory}: pass its Hugging Face directory with --hf-config"
         )
     return root
 
@@ -44,4 +43,4 @@ def describe_cache(config: RunConfig, run_dir: Path) -> str:
     line = f"{cache} (beside the run directory)"
     if cache == usual or not any(usual.glob(f"*/{MARKER}")):
         return line
-    return f"{line}, not {usual}, which has outputs too: --cache-dir {USUAL_CACHE} uses it"
+    return f"{line}; to reuse the outputs in {usual}, pass --cache-dir {USUAL_CACHE}"

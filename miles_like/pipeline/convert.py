@@ -34,7 +34,7 @@ class Conversion:
     def __str__(self) -> str:
         parts, of = self.kept
         kept = f", {parts} of {of} parts kept from an interrupted run" if parts else ""
-        less = f"; omitted: {len(self.skipped)} tensors, first {self.skipped[0]}" if self.skipped else ""
+        less = f"; {len(self.skipped)} tensors omitted, the first is {self.skipped[0]}" if self.skipped else ""
         return (
             f"{self.tensors:,} tensors, {self.bytes:,} bytes -> {self.out} in {self.seconds:.1f} s "
             f"({speed(self.bytes, self.seconds)}{kept}){less}"

@@ -41,7 +41,7 @@ def content(path: Path) -> str:
     try:
         return file_sha256(path)
     except OSError as e:
-        raise ValueError(f"{path}: {e.strerror}: the configuration names this file") from None
+        raise ValueError(f"{path}: {e.strerror}: create this file, or correct its path in the configuration") from None
 
 
 def is_taken_as_it_is(model: ModelConfig) -> bool:
@@ -103,7 +103,9 @@ def _download(model: ModelConfig, target: Path) -> Path:
         write_atomically(pinned, commit)
         _snapshot(model, commit, target)
     except HFValidationError:
-        raise ValueError(f"model.path = {model.path!r} is neither a directory nor a hub name (owner/name)") from None
+        raise ValueError(
+            f"model.path = {model.path!r} is neither a directory nor a hub name (owner/name): correct it"
+        ) from None
     except (HTTPError, OSError) as e:
         lines = [line for line in str(e).splitlines() if line.strip()] or [type(e).__name__]
         raise ValueError(
@@ -114,8 +116,8 @@ def _download(model: ModelConfig, target: Path) -> Path:
         HFCheckpoint(target)
     except ValueError as e:
         raise ValueError(
-            f"{e}; the files on the hub for {model.path} at commit {commit} have this error: set model.revision to "
-            f"another, or remove {target.parent} to download it again at {model.revision or 'main'}"
+            f"{e}; the hub's files of {model.path} at commit {commit} have this error: set model.revision to "
+            f"another revision, or remove {target.parent} to download {model.revision or 'main'} again"
         ) from None
     shutil.rmtree(target / ".cache" / "huggingface", ignore_errors=True)  # metadata and partial files of the client
     return target

@@ -25,7 +25,7 @@ def shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     cut. Raises ValueError for more layers than the model has."""
     have = int(config["num_hidden_layers"])
     if layers > have:
-        raise ValueError(f"model.first_layers = {layers}, the model has {have} layers: lower it, or remove it")
+        raise ValueError(f"model.first_layers = {layers}, but the model has {have} layers: lower it, or remove it")
     cut = {k: v[:layers] if isinstance(v, list) and len(v) == have else v for k, v in config.items()}
     drafts = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config else {}
     return cut | {"num_hidden_layers": layers} | drafts

@@ -37,20 +37,23 @@ def spec_of(
     """A `QuantSpec` from command-line options. Raises ValueError naming an option whose value is unknown or does not
     apply to `format`."""
     if format not in tuple(CODECS):
-        raise ValueError(f"--format {format!r}: this version writes {', '.join(CODECS)}")
+        raise ValueError(f"--format {format!r}: choose one of {', '.join(CODECS)}")
     if scope is not None and scope not in get_args(Scope):
-        raise ValueError(f"--scope {scope!r}: want {' or '.join(get_args(Scope))}")
+        raise ValueError(f"--scope {scope!r}: expected {' or '.join(get_args(Scope))}")
     kind = QuantFormat(format)
     by_block = kind in (QuantFormat.FP8, QuantFormat.FP8_UE8M0)
     size: tuple[int, int] | None = None
     if block is not None:
         sizes = block.lower().split("x")
         if not by_block or not all(s.isdecimal() and int(s) for s in sizes) or len(sizes) > 2:
-            raise ValueError(f"--block {block!r}: a block of FP8 is given as 128 or 128x64; other formats have --group")
+            raise ValueError(
+                f"--block {block!r}: expected a size such as 128 or 128x64 for an FP8 format; for other formats "
+                "use --group"
+            )
         size = (int(sizes[0]), int(sizes[-1]))
     if group is not None:
         if by_block:
-            raise ValueError(f"--group {group}: {format} has blocks of rows and columns; give --block")
+            raise ValueError(f"--group {group}: {format} has blocks of rows and columns: use --block")
         size = (1, group)
     spec = QuantSpec.of(kind, cast("Scope | None", scope))
     convention = convention or spec.convention
@@ -105,8 +108,8 @@ def quantized_bytes(hf: HFCheckpoint, spec: QuantSpec) -> int:
     coded = {name for name in hf.names() if spec.covers(name, hf.info(name).shape)}
     if not coded:
         raise ValueError(
-            f"{hf.path} has no weight that would be stored in {spec.format}: ignored are "
-            f"{', '.join(spec.ignore) or 'none'}; give --scope all, or fewer --ignore"
+            f"{hf.path} has no weight to store in {spec.format} (ignored: {', '.join(spec.ignore) or 'none'}): "
+            "pass --scope all, or fewer --ignore"
         )
     total = 0
     for name in hf.names():
@@ -124,7 +127,9 @@ def unquantized(hf_dir: Path | str) -> HFCheckpoint:
     """The checkpoint. Raises ValueError for one that is quantized already."""
     hf = HFCheckpoint(hf_dir)
     if hf.config.get("quantization_config") is not None:
-        raise ValueError(f"{hf_dir} is quantized: make it BF16 first (miles-like dequantize {hf_dir} OUT_DIR)")
+        raise ValueError(
+            f"{hf_dir} is already quantized: convert it to BF16 first (miles-like dequantize {hf_dir} OUT_DIR)"
+        )
     for name in hf.names():
         refuse_foreign(name, hf.info(name).dtype, None)
     return hf

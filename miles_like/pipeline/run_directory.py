@@ -33,15 +33,15 @@ def check_run_dir(run_dir: Path, mode: Mode) -> None:
     An empty directory can be resumed, because a run may be killed before it writes anything.
     """
     if run_dir.exists() and not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is a file: give a directory with --run-dir, or a path that does not exist")
+        raise ValueError(f"{run_dir} is a file: pass a directory, or a path that does not exist, as --run-dir")
     if mode == "auto":
         check_nothing_lost(run_dir)
     if mode != "resume":
         _own_entries(run_dir)
     elif not run_dir.is_dir() or ((found := list(run_dir.iterdir())) and not any(map(_of_a_run, found))):
         raise ValueError(
-            f"--resume: {run_dir} holds no run to resume: start it without --resume (stages that are complete are "
-            "skipped), or give the --run-dir of an existing run"
+            f"--resume: {run_dir} contains no run to resume: start without --resume (complete stages are "
+            "skipped), or pass the --run-dir of an existing run"
         )
 
 
@@ -69,8 +69,8 @@ def _own_entries(run_dir: Path) -> list[Path]:
     foreign = [p.name for p in found if not _of_a_run(p)]
     if foreign:
         raise ValueError(
-            f"{run_dir} holds {foreign[0]}, which no run writes ({len(foreign)} such entries): "
-            "choose another --run-dir, or move it away; nothing was removed"
+            f"{run_dir} contains {foreign[0]}, which a run does not write ({len(foreign)} such entries): choose "
+            "another --run-dir, or move it away; nothing was removed"
         )
     return found
 

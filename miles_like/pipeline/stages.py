@@ -245,7 +245,7 @@ def _of_staging(config: RunConfig) -> str:
     served, nodes = f"the {config.precision.format.upper()} checkpoint and the shards", config.cluster.nodes
     if nodes == 1:
         return f"Copying {served} to 1 node, verified by SHA-256"
-    return f"Copying to each of {nodes} nodes what it loads of {served}, verified by SHA-256"
+    return f"Copying to each of {nodes} nodes the parts that it loads of {served}, verified by SHA-256"
 
 
 def parse_stages(text: str, *, fuse: bool = False) -> list[str]:
@@ -284,7 +284,7 @@ def run_stages(
     for k, stage in enumerate(stages):
         missing = ",".join(s.name for s in stages[:k] if s.name in absent)
         if stage.name in to_do and missing:
-            raise ValueError(f"stage {stage.name} needs {missing.replace(',', ', ')}: add to --stages {missing}")
+            raise ValueError(f"stage {stage.name} needs {missing.replace(',', ', ')}: add {missing} to --stages")
     checks = preflight(to_do)
     _report_checks(checks.run() if to_do else (), console)
     for stage in stages:
@@ -321,7 +321,7 @@ def _report_checks(checks: Sequence[CheckResult], console: Console) -> None:
     passed = sum(c.outcome is Outcome.OK for c in checks)
     if checks:
         console.print(f"[bold]{'checks':>10}[/]  {passed} passed", soft_wrap=True)
-    lines = [f"remark: {line}" for line in describe_remarks(checks)]
+    lines = [f"note: {line}" for line in describe_remarks(checks)]
     for line in [*lines, *(f"not checked: {line}" for line in describe_unchecked(checks))]:
         console.print(f"{'':12}{line}", markup=False, soft_wrap=True)
 

@@ -70,10 +70,10 @@ def check_prefix(path: Path, to: Position) -> None:
     _check_own(path)
     if not to.bytes and not path.exists():
         return
-    remedy = "resume from a checkpoint before it was changed, or use --fresh"
+    remedy = "resume from an earlier checkpoint, or start again with --fresh"
     if not path.is_file() or (size := path.stat().st_size) < to.bytes:
         has = f"has {size} bytes" if path.is_file() else "is missing"
-        raise DamagedError(f"{path} {has}, {to.bytes} were written when the checkpoint was saved: {remedy}")
+        raise DamagedError(f"{path} {has}, but {to.bytes} bytes were written when the checkpoint was saved: {remedy}")
     digest, left = hashlib.sha256(), to.bytes
     with path.open("rb") as f:
         while left:
@@ -81,7 +81,7 @@ def check_prefix(path: Path, to: Position) -> None:
             digest.update(block)
             left -= len(block)
     if digest.hexdigest() != to.sha256:
-        raise DamagedError(f"{path} differs from when the checkpoint was saved: {remedy}")
+        raise DamagedError(f"{path} was changed after the checkpoint was saved: {remedy}")
 
 
 def _check_own(path: Path) -> None:
@@ -107,7 +107,7 @@ def truncate_all(run_dir: Path, saved: Json) -> None:
     before any is truncated."""
     assert isinstance(saved, Mapping)
     if wrong := [name for name in saved if Path(name).name != name]:
-        raise DamagedError(f"the checkpoint names {wrong[0]!r}, which is not a file of the run directory")
+        raise DamagedError(f"the checkpoint lists {wrong[0]!r}, which is not a file of the run directory")
     found = {run_dir / name: _position(one) for name, one in saved.items()}
     for path, position in found.items():
         check_prefix(path, position)

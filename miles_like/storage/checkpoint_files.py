@@ -52,7 +52,7 @@ def check_files(folder: Path, facts: Mapping[str, SavedFile]) -> None:
     broken = f"checkpoint {folder.name} is damaged: "
     for name, fact in facts.items():
         if not is_inner_name(name):
-            raise DamagedError(f"{broken}it names {name!r}, which is not a path below it")
+            raise DamagedError(f"{broken}it lists {name!r}, which is not a path inside it")
         path = folder / name
         try:
             check_inside(path, folder)
@@ -61,10 +61,10 @@ def check_files(folder: Path, facts: Mapping[str, SavedFile]) -> None:
         if not path.is_file():
             raise DamagedError(f"{broken}{path} is missing")
         if (size := path.stat().st_size) != fact["bytes"]:
-            raise DamagedError(f"{broken}{path} has {size} bytes, {fact['bytes']} were written")
+            raise DamagedError(f"{broken}{path} has {size} bytes, but {fact['bytes']} were written")
     for name, fact in facts.items():
         if fact["sha256"] is not None and file_sha256(folder / name) != fact["sha256"]:
-            raise DamagedError(f"{broken}{folder / name} differs from what was written")
+            raise DamagedError(f"{broken}{folder / name} was changed after it was written")
 
 
 def json_sha256(content: Mapping[str, object]) -> str:

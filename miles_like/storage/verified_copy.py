@@ -263,8 +263,8 @@ def _stage_file(state: _State, copy: Copy, name: str) -> None:
         if e.errno == errno.ENOSPC:
             _discard(partial)
             raise ValueError(
-                f"{socket.gethostname()}: no space left for {path} ({fact['size']} bytes): "
-                "free some, or point cluster.stage_dir at a larger disk"
+                f"{socket.gethostname()}: no space left for {path} ({fact['size']} bytes): free some space, or "
+                "set cluster.stage_dir to a larger disk"
             ) from None
         raise ValueError(
             f"{socket.gethostname()}: {name} -> {path}: {e.strerror or e}: run again, copied files are kept"
@@ -348,12 +348,14 @@ def _copy(
     os.fsync(out.fileno())
     if digest.hexdigest() != fact["sha256"]:
         raise _DamagedError(
-            _differs(name, f"has sha256 {digest.hexdigest()[:12]}.., its marker has {fact['sha256'][:12]}..")
+            _differs(name, f"has SHA-256 {digest.hexdigest()[:12]}.., but its marker has {fact['sha256'][:12]}..")
         )
 
 
 def _differs(name: str, how: str) -> str:
-    return f"{socket.gethostname()}: {name} {how}: the source changed or is damaged; run the stage that makes it again"
+    return (
+        f"{socket.gethostname()}: {name} {how}: the source was changed or is damaged; repeat the stage that writes it"
+    )
 
 
 def _sums_of(partial: Path) -> Path:

@@ -71,8 +71,8 @@ class ExampleReader:
         if inputs > self.max_tokens:
             both = " together" if len(samples) > 1 else ""
             raise ValueError(
-                f"{' and '.join(map(repr, columns))} and the prompt{both} have {inputs} input tokens, a micro-batch "
-                f"holds {self.max_tokens}: raise train.max_tokens_per_rank, or take the row out"
+                f"{' and '.join(map(repr, columns))} and the prompt{both} have {inputs} input tokens, but a "
+                f"micro-batch holds only {self.max_tokens}: raise train.max_tokens_per_rank, or remove the row"
             )
         answer = samples[0].streams.get(ANSWER, samples[0].loss_mask)
         ids = samples[0].token_ids[: int(answer.int().argmax())]
@@ -101,9 +101,9 @@ class ExampleReader:
             answer = self.data.answer_key or ANSWERS[0]
             return self._prompt(row, key), {answer: self._messages(row, answer, key, role="assistant")}
         if self.data.template != "chat":
-            raise ValueError(f"column {column!r} holds a conversation: set data.template = 'chat'")
+            raise ValueError(f"column {column!r} contains a conversation: set data.template = 'chat'")
         if self.data.instruction:
-            raise ValueError(f"data.instruction is not put into the conversations of column {column!r}: remove it")
+            raise ValueError(f"data.instruction does not apply to conversations (column {column!r}): remove it")
         return [], {column: self._messages(row, column, "supervised.messages_key")}
 
     def _label(self, row: Mapping[str, Any]) -> bool | None:
@@ -119,7 +119,7 @@ class ExampleReader:
                 "supervised.label_key, or supervised.chosen_key and supervised.rejected_key"
             )
         if given not in (True, False):
-            raise ValueError(f"column {column!r} is {given!r:.200}, want true (desirable) or false")
+            raise ValueError(f"column {column!r} is {given!r:.200}, expected true (desirable) or false")
         return bool(given)
 
     def _pair(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Messages]]:
@@ -129,7 +129,10 @@ class ExampleReader:
         answers = {column: self._messages(row, column, key, role="assistant") for column, key in columns.items()}
         bare = [[(m["role"], m["content"].strip()) for m in answer] for answer in answers.values()]
         if bare[0] == bare[1]:
-            raise ValueError(f"columns {' and '.join(map(repr, answers))} are the same answer: nothing is preferred")
+            raise ValueError(
+                f"columns {' and '.join(map(repr, answers))} are equal, so neither answer is preferred: correct "
+                "or remove the row"
+            )
         whole = all(isinstance(row[column], list) for column in answers)
         if whole and row.get(self._prompt_key) is None:
             first, second = answers.values()
@@ -162,7 +165,7 @@ class ExampleReader:
         out = as_messages(text, role=role or "user")
         if not out or (isinstance(given, list) and self.data.template != "chat"):
             want = 'text, or with data.template = "chat" a list of messages'
-            raise ValueError(f"column {column!r} is {given!r:.200}, want {want}")
+            raise ValueError(f"column {column!r} is {given!r:.200}, expected {want}")
         return out
 
     # tokens
@@ -172,9 +175,11 @@ class ExampleReader:
         token is appended, as for a reward model."""
         steps, labels = (self._list(row, key) for key in ("steps_key", "step_labels_key"))
         if len(steps) != len(labels) or not steps:
-            raise ValueError(f"it has {len(steps)} steps and {len(labels)} labels: give one label a step, and a step")
+            raise ValueError(
+                f"it has {len(steps)} steps and {len(labels)} labels: provide at least one step, and one label per step"
+            )
         if not all(isinstance(x, bool | int | float) and 0 <= x <= 1 for x in labels):
-            raise ValueError(f"labels {labels!r:.200}, want true, false, or shares from 0 to 1")
+            raise ValueError(f"labels {labels!r:.200}, expected true, false, or numbers from 0 to 1")
         prompt = self._prompt(row, "data.prompt_key")
         before = self._encode(
             self._render(prompt, "", add_generation_prompt=True)
@@ -183,8 +188,8 @@ class ExampleReader:
         )
         if not 0 < len(before) <= self.data.max_prompt_tokens:
             raise ValueError(
-                f"the prompt has {len(before)} tokens, data.max_prompt_tokens = {self.data.max_prompt_tokens}, and the "
-                "least is one: raise it, or take the row out"
+                f"the prompt has {len(before)} tokens, but must have 1 to data.max_prompt_tokens = "
+                f"{self.data.max_prompt_tokens}: raise data.max_prompt_tokens, or remove the row"
             )
         texts = [str(step) for step in steps]
         ids, ends = step_tokens(self._encode, texts, self.keys.step_separator, self._end)
@@ -210,7 +215,7 @@ class ExampleReader:
         given = row.get(column)
         if not isinstance(given, list):
             raise ValueError(
-                f"column {column!r} is {given!r:.100}, want a list with one entry a step: set supervised.{key}"
+                f"column {column!r} is {given!r:.100}, expected a list with one entry per step: set supervised.{key}"
             )
         return given
 
@@ -219,8 +224,9 @@ class ExampleReader:
         before = mask.index(True)
         if not 0 < before <= self.data.max_prompt_tokens:
             raise ValueError(
-                f"{before} tokens come before the answer ({column!r}), data.max_prompt_tokens = "
-                f"{self.data.max_prompt_tokens}, and the least is one: raise it, or take the row out"
+                f"the prompt before the answer ({column!r}) has {before} tokens, but must have 1 to "
+                f"data.max_prompt_tokens = {self.data.max_prompt_tokens}: raise data.max_prompt_tokens, or remove "
+                "the row"
             )
         if self.algorithm == "reward_model":
             # the score belongs to the last input token, and a sample's last token is no input
@@ -244,7 +250,10 @@ class ExampleReader:
     @property
     def _end(self) -> int:
         if self.tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no end token (eos_token): a model would not learn where answers end")
+            raise ValueError(
+                "the tokenizer has no end-of-sequence token, so a model would not learn where answers end: set "
+                "eos_token in its config"
+            )
         return int(self.tokenizer.eos_token_id)
 
     def _plain(self, prompt: Messages, answer: Messages) -> tuple[list[int], list[bool]]:
@@ -256,7 +265,7 @@ class ExampleReader:
         template writes; where it writes none, one is appended to the last."""
         turns = [i for i, message in enumerate(answer) if message["role"] == "assistant"]
         if not turns:
-            raise ValueError(f"column {column!r} has no message of the assistant: there is nothing to learn")
+            raise ValueError(f"column {column!r} has no assistant message to learn from: add one, or remove the row")
         ids: list[int] = []
         mask: list[bool] = []
         done = ""
@@ -280,8 +289,8 @@ class ExampleReader:
         )
         if not text.startswith(so_far):
             raise ValueError(
-                f"the chat template writes the first {len(messages) - 1} messages differently when another follows, so "
-                "no server would see these tokens: give each answer its own row"
+                f"the chat template renders the first {len(messages) - 1} messages differently when another "
+                "follows, so a server would never see these tokens: put each answer into its own row"
             )
         return text
 

@@ -159,9 +159,9 @@ class Turns:
                 self._side = side
             return
         if self._side is Side.TRAINER and (version is None or self._changed):
-            why = "nothing was published" if version is None else f"the trainer has changed since version {version}"
+            why = "no weights were published" if version is None else f"the trainer has changed since version {version}"
             raise RuntimeError(
-                f"the rollout servers released their weights, and {why}: publish before requests are sent to them"
+                f"the rollout servers have released their weights, and {why}: publish before sending requests to them"
             )
         with self._changing():
             assert version is not None
@@ -185,7 +185,9 @@ class Turns:
     def _changing(self) -> Iterator[Side]:
         """Yields the side that has the turn. Raises RuntimeError where an earlier change was not completed."""
         if (side := self._side) is None:
-            raise RuntimeError("the turn of rollout servers and trainer was changed in part: see the first error")
+            raise RuntimeError(
+                "an earlier change of turns between rollout servers and trainer failed: see the first error"
+            )
         self._side, self._changes = None, self._changes + 1
         yield side
 

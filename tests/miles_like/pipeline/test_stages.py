@@ -329,8 +329,8 @@ def test_the_cache_is_named_and_can_be_chosen(saving: Saving, command: Command, 
         assert done.stdout.count("[complete, would be skipped]") == 4
     with contextlib.chdir(tmp_path):
         done = command("--run-dir", str(tmp_path / "disk" / "b"), "--dry-run")
-    line = f"cache  {tmp_path}/disk/cache (beside the run directory), not {tmp_path}/runs/cache, which has outputs too"
-    assert f"{line}: --cache-dir runs/cache uses it" in done.stdout
+    line = f"cache  {tmp_path}/disk/cache (beside the run directory); to reuse the outputs in {tmp_path}/runs/cache"
+    assert f"{line}, pass --cache-dir runs/cache" in done.stdout
     assert command("--cache-dir", str(tmp_path / "runs/cache")).stdout.count("complete, skipped") == 5
 
 

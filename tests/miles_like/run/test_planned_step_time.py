@@ -70,7 +70,7 @@ def test_what_the_seconds_leave_out_is_named(tmp_path: Path) -> None:
     """A critic's work; and all of a run without a rollout, which publishes nothing."""
     critic = planned("--set", "algorithm.name=ppo")
     assert critic.exit_code == 0 and "not included in these seconds: the critic's passes and steps" in critic.output
-    assert "not in these seconds" not in planned().output
+    assert "not included in these seconds" not in planned().output
     tuned = planned("--json", tmp_path / "plan.json", config=_supervised(tmp_path))
     assert "no step time" in tuned.output and "algorithm.name = 'sft'" in tuned.output
     found = json.loads((tmp_path / "plan.json").read_text())
