@@ -18,29 +18,30 @@ VLLM_VERSION = "0.32.0"  # its endpoints change between versions
 class SGLangFlags(Section):
     """Flags of a stock SGLang server that this project sets, under SGLang's names with underscores."""
 
-    # not a flag: path of the Python of the virtual environment that has SGLang; None: the trainer's
+    # not a server flag: path of the Python interpreter of SGLang's virtual environment; None: the trainer's
     python: str | None = None
     tp_size: int = Field(1, ge=1)  # GPUs of a server, over which tensor parallelism divides the model
     ep_size: int = Field(1, ge=1)  # expert-parallel ranks among them; 1: experts are divided by tensor parallelism
-    dp_size: int = Field(1, ge=1)  # data-parallel replicas, of attention with enable_dp_attention
-    # attention is data-parallel: each replica caches the keys and values of its requests only
+    dp_size: int = Field(1, ge=1)  # data-parallel replicas; with enable_dp_attention, of attention only
+    # data-parallel attention: each replica caches keys and values of its own requests only
     enable_dp_attention: bool = False
     moe_dense_tp_size: Literal[1] | None = None  # TP size of the MLP in layers without experts; None: tp_size
-    moe_a2a_backend: Literal["none", "deepep"] = "none"  # how tokens reach the ranks of their experts
+    moe_a2a_backend: Literal["none", "deepep"] = "none"  # how tokens are sent to the ranks of their experts
     # DeepEP's kernels: normal for prefill, low_latency for decode; auto: both
     deepep_mode: Literal["auto", "normal", "low_latency"] = "auto"
     mem_fraction_static: float = Field(0.8, gt=0, lt=1)  # share of a GPU's memory for weights and KV cache
-    kv_cache_dtype: str = "auto"  # as fp8_e4m3; auto: that of the model
-    chunked_prefill_size: int | None = None  # tokens of a prefill chunk; None: SGLang's default
-    max_running_requests: int | None = None  # samples that are generated at the same time; None: SGLang's default
-    context_length: int | None = None  # most tokens of a prompt and its response; None: the model's
-    attention_backend: str | None = None  # as fa3, flashinfer or triton; None: SGLang's default
-    enable_memory_saver: bool | None = None  # memory can be released; None: if trainer and servers take turns
-    enable_deterministic_inference: bool = False  # a sample's log-probabilities do not depend on its batch
-    # of the rendezvous of server 0's ranks; server i's is + 64 i, and its next 13 ports are used too. None: 20000, or
-    # lower where the kernel gives that one to outgoing connections
+    kv_cache_dtype: str = "auto"  # for example fp8_e4m3; auto: the model's dtype
+    chunked_prefill_size: int | None = None  # largest number of tokens in a prefill chunk; None: SGLang's default
+    max_running_requests: int | None = None  # largest number of samples generated at once; None: SGLang's default
+    context_length: int | None = None  # largest number of tokens of prompt and response; None: the model's
+    attention_backend: str | None = None  # for example fa3, flashinfer or triton; None: SGLang's default
+    enable_memory_saver: bool | None = None  # make memory releasable; None: if trainer and servers take turns
+    enable_deterministic_inference: bool = False  # compute log-probabilities that do not depend on the batch
+    # port at which server 0's ranks meet; server i uses this port + 64 i and the 13 ports after it. None: 20000, or
+    # lower if the kernel uses 20000 for outgoing connections
     dist_init_port: int | None = Field(None, ge=1, le=65535 - 64)
-    gpu: Literal["hopper", "blackwell"] = "hopper"  # not a server flag: decides which weight formats can be served
+    # not a server flag: GPU generation, which decides which weight formats can be served
+    gpu: Literal["hopper", "blackwell"] = "hopper"
 
     @model_validator(mode="after")
     def the_interpreter_is_a_path(self) -> SGLangFlags:
@@ -61,18 +62,19 @@ class SGLangFlags(Section):
 class VLLMFlags(Section):
     """Flags of a stock vLLM server that this project sets, under vLLM's names with underscores."""
 
-    # not a flag: path of the Python of the virtual environment that has vLLM; None: the trainer's
+    # not a server flag: path of the Python interpreter of vLLM's virtual environment; None: the trainer's
     python: str | None = None
     tensor_parallel_size: int = Field(1, ge=1)  # GPUs of a server, over which tensor parallelism divides the model
     enable_expert_parallel: bool = False  # whole experts on each of these ranks instead of a part of every expert
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and activations; auto: that of the checkpoint
-    # share of a GPU's memory for weights and KV cache; on a CPU of the host's memory
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # dtype of weights and activations; auto: the checkpoint's
+    # share of a GPU's memory for weights and KV cache; on CPUs, of the host's memory
     gpu_memory_utilization: float = Field(0.8, gt=0, lt=1)
-    kv_cache_dtype: Literal["auto", "bfloat16"] = "auto"  # auto: that of the model
+    kv_cache_dtype: Literal["auto", "bfloat16"] = "auto"  # dtype of the KV cache; auto: the model's
     max_model_len: int | None = Field(None, ge=8)  # most tokens of a prompt and its response; None: the model's
-    max_num_seqs: int | None = Field(None, ge=1)  # samples that are generated at the same time; None: vLLM's default
-    max_logprobs: int | None = Field(None, ge=1)  # most candidates at a position for a teacher; None: vLLM's, 20
-    enforce_eager: bool = False  # no CUDA graphs and no compilation
+    max_num_seqs: int | None = Field(None, ge=1)  # largest number of samples generated at once; None: vLLM's default
+    # largest number of candidates per position that a teacher returns; None: vLLM's default, 20
+    max_logprobs: int | None = Field(None, ge=1)
+    enforce_eager: bool = False  # disable CUDA graphs and compilation
 
     @model_validator(mode="after")
     def the_interpreter_is_a_path(self) -> VLLMFlags:
@@ -83,24 +85,24 @@ class VLLMFlags(Section):
 def _check_interpreter(engine: str, python: str | None) -> None:
     if python is not None and not python.startswith("/"):
         raise ValueError(
-            f"rollout.{engine}.python = {python!r} is not the path of an interpreter, the same on every node: use "
-            "an absolute path, or one that starts with ./ and is relative to the configuration file"
+            f"rollout.{engine}.python = {python!r} must be the path of a Python interpreter, the same on every "
+            "node: use an absolute path, or a path starting with ./ that is relative to the configuration file"
         )
 
 
 class EmbeddedFlags(Section):
     """The CPU engine."""
 
-    # of activations; weights are the decoded codes. None: float32, or bfloat16 with alignment.deterministic
+    # dtype of activations; weights are the decoded codes. None: float32, or bfloat16 with alignment.deterministic
     dtype: Literal["float32", "bfloat16"] | None = None
     # "decoded": keep decoded copies beside the codes. "codes": keep the codes only, which takes less memory
     weights: Literal["decoded", "codes"] = "decoded"
-    threads: int = Field(2, ge=1)  # of torch, of each rank of a server
-    tp_size: int = Field(1, ge=1)  # processes of a server, over which the model is divided
-    ep_size: int = Field(1, ge=1)  # groups of them that the experts are divided over; 1: each expert over all
-    max_running_requests: int = Field(512, ge=1)  # samples that are generated at the same time
+    threads: int = Field(2, ge=1)  # torch threads of each server rank
+    tp_size: int = Field(1, ge=1)  # tensor-parallel ranks (processes) of a server
+    ep_size: int = Field(1, ge=1)  # expert-parallel groups of these ranks; 1: every expert is divided over all ranks
+    max_running_requests: int = Field(512, ge=1)  # largest number of samples generated at once
     max_total_tokens: int = Field(65536, ge=64)  # slots in the KV cache
-    context_length: int = Field(1024, ge=8)  # most tokens of a prompt and its response
+    context_length: int = Field(1024, ge=8)  # largest number of tokens of prompt and response
     # do not reuse the cached keys and values of prompt prefixes. None: reuse them only with alignment.deterministic,
     # where it changes no bit
     disable_radix_cache: bool | None = None
@@ -112,26 +114,29 @@ class RolloutConfig(Section):
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"
     servers: int = Field(1, ge=1)  # number of servers
     max_new_tokens: int = Field(64, ge=1)  # tokens of a response, or of one turn of an episode
-    temperature: float = Field(1.0, gt=0)  # of sampling; the trainer computes log-probabilities at it too
+    temperature: float = Field(1.0, gt=0)  # sampling temperature; the trainer computes log-probabilities at it too
     top_p: float = Field(1.0, gt=0, le=1)  # nucleus sampling; 1: off
-    top_k: int = -1  # sample among so many most likely tokens; -1: among all
+    top_k: int = -1  # sample among the k most likely tokens; -1: among all
     # limit on the prompts sampled for one step, in units of groups_per_step; more than 1 replaces discarded groups
     max_rounds: int = Field(10, ge=1)
     prompts_per_request: int = Field(16, ge=1)  # prompts in one HTTP request
-    # limit on the start of a server, without the phases that have their own limit
+    # time limit of a server's start, without the phases that have their own limit
     start_timeout_s: float = Field(120.0, gt=0)
-    load_timeout_s: float | None = Field(None, gt=0)  # on loading weights; None: counts for start_timeout_s
-    # on the time from the weights to the first answer: kernels, graphs, warm-up; None: counts for start_timeout_s
+    load_timeout_s: float | None = Field(None, gt=0)  # time limit of loading weights; None: included in start_timeout_s
+    # time limit from loaded weights to the first answer: kernels, graphs, warm-up; None: included in start_timeout_s
     warmup_timeout_s: float | None = Field(None, gt=0)
-    request_timeout_s: float = Field(120.0, gt=0)  # of one HTTP request
-    # of server 0, server i has port + i. None: any free port; stock servers of a run: 30000, or lower where the kernel
-    # gives that one to outgoing connections
+    request_timeout_s: float = Field(120.0, gt=0)  # time limit of one HTTP request
+    # port of server 0; server i uses port + i. None: any free port; for stock servers of a run 30000, or lower if the
+    # kernel uses 30000 for outgoing connections
     port: int | None = Field(None, ge=1, le=65535)
     environment: str | None = None  # import path (docs/extending.md) of an environment for episodes of several turns
-    generate: str | None = None  # import path of a function that makes the samples of a prompt
-    max_turns: int | None = Field(None, ge=1)  # turns of the policy in an episode, of max_new_tokens each
-    max_episode_tokens: int | None = Field(None, ge=1)  # after the prompt, with the environment's; None: max_new_tokens
-    call_timeout_s: float = Field(1800.0, gt=0)  # per answer of `environment`, per prompt of `generate`
+    generate: str | None = None  # import path of a function that generates the samples of a prompt
+    # largest number of policy turns in an episode, each of up to max_new_tokens
+    max_turns: int | None = Field(None, ge=1)
+    # token limit after the prompt, environment's tokens included; None: max_new_tokens
+    max_episode_tokens: int | None = Field(None, ge=1)
+    # time limit of an answer of `environment`, or of a prompt in `generate`
+    call_timeout_s: float = Field(1800.0, gt=0)
     embedded: EmbeddedFlags = EmbeddedFlags()
     sglang: SGLangFlags = SGLangFlags()
     vllm: VLLMFlags = VLLMFlags()
@@ -176,7 +181,7 @@ class RolloutConfig(Section):
                 continue
             runs = ", which the trainer's own Python runs" if self.engine == "embedded" else ""
             raise ValueError(
-                f"rollout.{engine}.python = {python!r} does nothing with rollout.engine = {self.engine!r}{runs}: "
+                f"rollout.{engine}.python = {python!r} has no effect with rollout.engine = {self.engine!r}{runs}: "
                 f"remove it, or set rollout.engine = {engine!r}"
             )
         return self
@@ -186,8 +191,8 @@ class RolloutConfig(Section):
         if self.engine == "vllm" and (self.top_k != -1 or self.top_p != 1.0):
             raise ValueError(
                 f"rollout.top_k = {self.top_k} and rollout.top_p = {self.top_p:g}: a vLLM server reports "
-                "log-probabilities after both, the trainer computes them over the whole vocabulary: set top_k = -1 and "
-                "top_p = 1, or rollout.engine = 'sglang'"
+                "log-probabilities after both filters, but the trainer computes them over the whole vocabulary: "
+                "set top_k = -1 and top_p = 1, or rollout.engine = 'sglang'"
             )
         return self
 
@@ -195,12 +200,12 @@ class RolloutConfig(Section):
     def log_probs_are_at_the_temperature(self) -> RolloutConfig:
         """SGLang reports the log-probabilities of a greedy request at temperature 1, whatever `temperature` is."""
         if self.top_k < 1 and self.top_k != -1:
-            raise ValueError(f"rollout.top_k = {self.top_k}: set -1 for the whole vocabulary, or at least 1")
+            raise ValueError(f"rollout.top_k = {self.top_k}: set it to -1 for the whole vocabulary, or to at least 1")
         if self.temperature < 1e-6 or (self.top_k == 1 and self.temperature != 1):
             raise ValueError(
-                f"rollout.temperature = {self.temperature:g} with rollout.top_k = {self.top_k} is greedy: the engine "
-                f"then reports log-probabilities at temperature 1, the trainer computes them at {self.temperature:g}; "
-                "set top_k = 1 and temperature = 1 for greedy samples"
+                f"rollout.temperature = {self.temperature:g} with rollout.top_k = {self.top_k} is greedy: the "
+                "engine reports greedy log-probabilities at temperature 1, but the trainer computes them at "
+                f"{self.temperature:g}; set top_k = 1 and temperature = 1 for greedy samples"
             )
         return self
 
@@ -209,49 +214,51 @@ class RolloutConfig(Section):
         if self.environment and self.generate:
             raise ValueError(
                 f"rollout.environment = {self.environment!r} and rollout.generate = {self.generate!r}: a generate "
-                "function makes its own turns; remove one of the two"
+                "function runs its own turns; remove one of the two"
             )
         limits = {"max_turns": self.max_turns, "max_episode_tokens": self.max_episode_tokens}
         for key, value in limits.items():
             if self.environment and value is None:
                 raise ValueError(f"rollout.environment = {self.environment!r} needs rollout.{key}: set it")
             if value is not None and not (self.environment or (self.generate and key == "max_episode_tokens")):
-                raise ValueError(f"rollout.{key} = {value} does nothing without rollout.environment: remove it")
+                raise ValueError(f"rollout.{key} = {value} has no effect without rollout.environment: remove it")
         if self.max_episode_tokens is not None and self.max_episode_tokens < self.max_new_tokens:
             raise ValueError(
                 f"rollout.max_episode_tokens = {self.max_episode_tokens} is less than rollout.max_new_tokens = "
-                f"{self.max_new_tokens}, of one turn: raise the former or lower the latter"
+                f"{self.max_new_tokens}, the limit of one turn: raise the former or lower the latter"
             )
         return self
 
 
 class PublishConfig(Section):
-    # how weights reach the servers. tensor: servers on the host of trainer rank 0 open its shared memory or that of
-    # its GPU, others get them within requests; distributed: by broadcasts to all ranks of all servers, over NCCL
-    # between GPUs and gloo otherwise; disk: as a checkpoint on a shared disk; delta: as what has changed since the
-    # version that the servers hold, on a shared disk, to the embedded engine; reshard: from the trainer ranks that hold
-    # them to the ranks of the servers that keep them, without a gather, over gloo to the embedded engine
+    # how weights are sent to the servers. tensor: servers on the host of trainer rank 0 open its host or GPU memory,
+    # other servers get them in requests; distributed: by broadcasts to all ranks of all servers, over NCCL between GPUs
+    # and gloo otherwise; disk: as a checkpoint on a shared disk; delta: as differences from the version that the
+    # servers hold, on a shared disk, embedded engine only; reshard: from each trainer rank to the server ranks that
+    # need its weights, without a gather, over gloo, embedded engine only
     path: Literal["tensor", "distributed", "disk", "delta", "reshard"] = "tensor"
-    # trainer ranks that send with path = "distributed", each in a process group with all ranks of all servers: one for
-    # each pipeline stage, or one for each expert-parallel rank of each stage where these are at most so many
+    # largest number of trainer ranks that send with path = "distributed", each in a process group with all server
+    # ranks: one per expert-parallel rank of each pipeline stage if these are not more, else one per stage
     sources: int = Field(8, ge=1)
-    # with path = "disk": the servers load a version while the trainer trains the next step, whose samples are in the
-    # buffer already (buffer.max_staleness from 1 on); False: the next step begins when they serve it
+    # with path = "disk": the servers load a version while the trainer trains the next step, whose samples are already
+    # in the buffer (needs buffer.max_staleness >= 1); False: the next step begins when they serve the version
     during_training: bool = False
-    # running samples are aborted and continued by another request, prefilled again after the pause, or frozen
+    # what happens to running samples: abort and continue them in another request, prefill them again after the pause
+    # (retract), or freeze them
     pause_mode: Literal["abort", "retract", "in_place"] = "retract"
-    bucket_bytes: int = Field(256 << 20, ge=1)  # tensors sent at once; the sender holds three such buckets
-    # for other trainer ranks: with path = "disk" to have written their parts once rank 0 has, with "distributed" to
-    # have a bucket when it is their turn, beyond rollout.request_timeout_s; less than cluster.timeout_s, which limits
-    # the whole publication
+    bucket_bytes: int = Field(256 << 20, ge=1)  # bytes of tensors sent at once; the sender holds three such buckets
+    # how long rank 0 waits for other trainer ranks: with path = "disk", until they have written their parts; with
+    # "distributed", beyond rollout.request_timeout_s, until they have a bucket to send. Must be less than
+    # cluster.timeout_s, which limits the whole publication
     parts_timeout_s: float = Field(900.0, gt=0)
-    # servers of a run that are stopped and started again, in all, because they do not take part in a publication or do
-    # not compute with its weights after a second one; 0: the run ends. None are where servers and trainer take turns
+    # how many servers a run restarts in all because they fail in a publication, or do not compute with the published
+    # weights even after a second one; 0: the run ends. No server is restarted if servers and trainer take turns
     replacements: int = Field(3, ge=0)
-    # tensors that are encoded before the servers are paused, which bounds what the sender holds of them
+    # bytes of tensors that are encoded before the servers are paused, which bounds the sender's memory
     hold_bytes: int = Field(2 << 30, ge=1)
     verify: bool = True  # compare the servers' checksums after every publication
-    # of the text that every server scores after every publication, held to the trainer's log-probs of it; 0: not asked
+    # tokens of a text that every server scores after every publication, compared with the trainer's log-probs; 0: no
+    # text
     answer_tokens: int = Field(256, ge=0)
 
     def check(self, *, engine: str, ranks: int, takes_turns: bool, gpus: bool = False) -> None:
@@ -259,32 +266,33 @@ class PublishConfig(Section):
         takes_turns: servers release their weights while the trainer computes; gpus: the cluster has GPUs."""
         if self.path == "reshard" and engine != "embedded":
             raise ValueError(
-                f"publish.path = 'reshard' with rollout.engine = {engine!r}, whose ranks receive no slices: set "
-                "publish.path = 'distributed' or 'disk', or rollout.engine = 'embedded'"
+                f"publish.path = 'reshard' with rollout.engine = {engine!r}, whose ranks cannot receive slices of "
+                "weights: set publish.path = 'distributed' or 'disk', or rollout.engine = 'embedded'"
             )
         if self.path == "distributed" and takes_turns and gpus and engine != "embedded":
             raise ValueError(
-                "publish.path = 'distributed', but servers are on GPUs of trainer ranks (cluster.colocate), and an "
-                "NCCL group takes one member per GPU: set publish.path = 'tensor' or 'disk', or "
+                "publish.path = 'distributed', but the servers use GPUs of trainer ranks (cluster.colocate), and "
+                "an NCCL group allows one member per GPU: set publish.path = 'tensor' or 'disk', or "
                 "cluster.colocate = false"
             )
         if self.path != "delta":
             return
         if engine != "embedded":
             raise ValueError(
-                f"publish.path = 'delta' with rollout.engine = {engine!r}, whose servers read no weight differences: "
-                "set publish.path = 'disk', or rollout.engine = 'embedded'"
+                f"publish.path = 'delta' with rollout.engine = {engine!r}, whose servers cannot read weight "
+                "differences: set publish.path = 'disk', or rollout.engine = 'embedded'"
             )
         if ranks > 1:
             raise ValueError(
-                f"publish.path = 'delta' with rollout.embedded.tp_size = {ranks}, whose ranks hold slices, to which no "
-                "weight difference is applied: set publish.path = 'disk' or 'tensor', or tp_size = 1"
+                f"publish.path = 'delta' with rollout.embedded.tp_size = {ranks}, whose ranks hold slices, to "
+                "which weight differences cannot be applied: set publish.path = 'disk' or 'tensor', or tp_size = "
+                "1"
             )
         if takes_turns:
             raise ValueError(
                 "publish.path = 'delta', but the servers release their weights while the trainer computes "
-                "(cluster.colocate = true), and a difference needs the weights before it: set publish.path = 'tensor' "
-                "or 'disk', or cluster.colocate = false"
+                "(cluster.colocate = true), and a weight difference needs the previous weights: set publish.path "
+                "= 'tensor' or 'disk', or cluster.colocate = false"
             )
 
     def check_during_training(self, takes_turns: bool, slack: int, teachers: Sequence[str]) -> None:
@@ -294,8 +302,9 @@ class PublishConfig(Section):
             return
         if self.path != "disk":
             raise ValueError(
-                f"publish.during_training = true with publish.path = {self.path!r}, which needs the trainer until the "
-                "servers have the weights: set publish.path = 'disk', or publish.during_training = false"
+                f"publish.during_training = true with publish.path = {self.path!r}, which occupies the trainer "
+                "until the servers have the weights: set publish.path = 'disk', or publish.during_training = "
+                "false"
             )
         if takes_turns:
             raise ValueError(
@@ -304,12 +313,12 @@ class PublishConfig(Section):
             )
         if not slack:
             raise ValueError(
-                "publish.during_training = true with buffer.max_staleness = 0, where each step trains on samples of "
-                "the version published last: set buffer.max_staleness = 1, or publish.during_training = false"
+                "publish.during_training = true with buffer.max_staleness = 0, where each step trains on samples "
+                "of the last published version: set buffer.max_staleness = 1, or publish.during_training = false"
             )
         if teachers:
             raise ValueError(
-                f"publish.during_training = true with distillation.teachers.{teachers[0]}, which asks the rollout's "
-                "servers, also while they load a version: set its weights = 'reference', or publish.during_training = "
-                "false"
+                f"publish.during_training = true with distillation.teachers.{teachers[0]}, which is scored by the "
+                "rollout servers, even while they load a version: set its weights = 'reference', or "
+                "publish.during_training = false"
             )

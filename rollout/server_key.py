@@ -44,7 +44,7 @@ class ServerKey:
         words = text.split()
         if len(words) not in (1, 2) or not all(_SHAPE.fullmatch(w) for w in words):
             raise ValueError(
-                f"{source} contains no server key: give one secret, or two separated by a space (for sampling, for "
+                f"{source} contains no server key: use one secret, or two separated by a space (for sampling, for "
                 "control), each of 16 to 512 printable ASCII characters, for example from `openssl rand -hex 32`"
             )
         return cls(words[0], words[-1])
@@ -79,10 +79,10 @@ def read_key(path: Path) -> ServerKey:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"key file {path} is not a regular file: write the key into one")
+            raise ValueError(f"key file {path} is not a regular file: write the key into a regular file")
         if found.st_mode & 0o077:
             raise ValueError(
-                f"key file {path} can be read by other users (mode {found.st_mode & 0o777:o}): chmod 600 {path}"
+                f"key file {path} can be read by other users (mode {found.st_mode & 511:o}): run chmod 600 {path}"
             )
         text = path.read_bytes()[:4096].decode("ascii", "replace")
     except OSError as e:

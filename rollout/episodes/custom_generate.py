@@ -51,21 +51,24 @@ class CustomGenerate(EngineWrapper):
         """Why these samples cannot be trained on; None if they can."""
         names = [s.name for s in samples]
         if sorted(names) != sorted(f"{prompt.id}/{i}" for i in range(n)):
-            return f"it returned samples {shown(names)}, expected one of each index from 0 to {n - 1}"
+            return f"it returned samples {shown(names)}, expected one for each index from 0 to {n - 1}"
         start = list(prompt.token_ids)
         for s in samples:
             more = len(s.token_ids) - len(start)
             if s.token_ids[: len(start)].tolist() != start or bool(s.loss_mask[: len(start)].any()):
-                return f"sample {s.name} does not begin with the prompt's tokens, none of them under loss"
+                return f"sample {s.name} must begin with the prompt's tokens, with a loss mask of false"
             if more > self._max_tokens:
                 return (
-                    f"sample {s.name} has {more} tokens after its prompt, the limit is {self._max_tokens}: raise "
-                    "rollout.max_episode_tokens (if it is not set the limit is rollout.max_new_tokens)"
+                    f"sample {s.name} has {more} tokens after its prompt, but the limit is {self._max_tokens}: "
+                    "raise rollout.max_episode_tokens (if it is not set, rollout.max_new_tokens is the limit)"
                 )
             if s.finish is Finish.ABORT:
                 return f"sample {s.name} is aborted: set its finish to STOP or LENGTH"
             if s.reward is not None and not math.isfinite(s.reward):
                 return f"sample {s.name} has the reward {s.reward}: set a finite number, or None to have it scored"
             if s.response_len and not s.versions:
-                return f"sample {s.name} has {s.response_len} tokens under loss and no weight versions"
+                return (
+                    f"sample {s.name} has {s.response_len} loss tokens but no weight versions: keep the versions "
+                    "of the server's replies"
+                )
         return None

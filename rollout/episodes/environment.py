@@ -92,7 +92,7 @@ class Episodes(EngineWrapper):
             environment: Environment = await self._calls.call(self._make, prompt, seed=seed)
             return environment
         except Exception as e:  # user code may raise anything
-            raise RuntimeError(f"cannot make the environment of prompt {prompt.id!r}: {raised(e)}") from e
+            raise RuntimeError(f"cannot create the environment of prompt {prompt.id!r}: {raised(e)}") from e
 
     async def _answer(self, environment: Environment, sample: Sample, turn: str) -> Observation:
         try:

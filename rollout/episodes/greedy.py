@@ -21,7 +21,7 @@ class GreedyFirst(EngineWrapper):
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
         """Raises ValueError for `n` below 2, and as the engine."""
         if n < 2:
-            raise ValueError(f"{n} samples of a prompt, one of which is greedy: ask for 2 or more")
+            raise ValueError(f"{n} samples per prompt, one of which is greedy: request 2 or more")
         greedy, sampled = await all_or_first_error(
             [
                 self._engine.generate(prompts, n=1, params=_greedy(params)),

@@ -147,11 +147,11 @@ class PartialRollouts(EngineWrapper):
 def _check(group: SampleGroup, prompt: Prompt, n: int) -> None:
     if len(group.samples) != n:
         raise ValueError(
-            f"prompt {prompt.id!r} was in flight with {len(group.samples)} samples, now {n} are configured: resume "
-            "with the original train.samples_per_group, or use --fresh"
+            f"prompt {prompt.id!r} was in flight with {len(group.samples)} samples, but train.samples_per_group = "
+            f"{n} now: resume with the original train.samples_per_group, or use --fresh"
         )
     if group.prompt.token_ids != prompt.token_ids:
         raise ValueError(
-            f"prompt {prompt.id!r} was in flight with {len(group.prompt.token_ids)} tokens, which differ from the "
-            f"{len(prompt.token_ids)} that it has now: resume with the original prompts, or use --fresh"
+            f"prompt {prompt.id!r} was in flight with {len(group.prompt.token_ids)} tokens, but its "
+            f"{len(prompt.token_ids)} tokens differ now: resume with the original prompts, or use --fresh"
         )

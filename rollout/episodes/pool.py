@@ -30,7 +30,7 @@ class EnginePool:
 
     def __init__(self, engines: Sequence[RolloutEngine], lost: Lost | None = None) -> None:
         if not engines:
-            raise ValueError("a pool of 0 engines: rollout.servers must be at least 1")
+            raise ValueError("a pool needs at least 1 engine: set rollout.servers to at least 1")
         self._engines = tuple(engines)
         self._load = [0] * len(engines)  # upper bound on the tokens of each engine's prompts in flight
         self._lost = lost
@@ -106,7 +106,10 @@ class EnginePool:
         """Return once there is an engine that is not left out. Raises ServerLost where none is expected to return."""
         while len(self._out) == len(self._engines):
             if not self._expected:
-                raise next((e for e in self._out.values() if e is not None), ServerLost("no server is left"))
+                raise next(
+                    (e for e in self._out.values() if e is not None),
+                    ServerLost("no server is left: all of them failed"),
+                )
             self._restored.clear()
             await self._restored.wait()
 
@@ -140,7 +143,7 @@ class EnginePool:
         if len(set(versions)) != 1:
             names = [getattr(e, "url", f"engine {i}") for i, e in enumerate(self._engines)]
             each = ", ".join(f"{n}: {v}" for n, v in zip(names, versions, strict=True))
-            raise ValueError(f"engines serve different weight versions ({each}): publish again before generating")
+            raise ValueError(f"the engines serve different weight versions ({each}): publish again before generating")
         return int(versions[0])
 
     async def close(self) -> None:

@@ -101,8 +101,8 @@ async def resume_until_ended(
     while (sample := _actual_finish(sample, params, sampled_before)).finish is Finish.ABORT:
         if stalled == resumes:
             raise RuntimeError(
-                f"sample {sample.name} was continued {resumes} times and aborted each time before a new token: "
-                "something aborts it on the server; see the server's log for the sender of /abort_request"
+                f"sample {sample.name} was continued {resumes} times, and aborted each time before a new token: a "
+                "client of the server aborts it; see the server's log for the sender of /abort_request"
             )
         new = sample.response_len - sampled_before
         left = dataclasses.replace(params, max_new_tokens=params.max_new_tokens - new)

@@ -40,5 +40,6 @@ class TimeLimitedCalls:
             if not limit.expired():
                 raise  # raised by the function
             raise TimeoutError(
-                f"no answer within {self._seconds:g} s: raise rollout.call_timeout_s, or have the function end earlier"
+                f"no answer within {self._seconds:g} s: raise rollout.call_timeout_s, or make the function "
+                "return earlier"
             ) from None

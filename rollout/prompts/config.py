@@ -28,10 +28,10 @@ class SourceConfig(Section):
 class CurriculumConfig(Section):
     """Prompts whose last measured pass rate is out of bounds rest: they are skipped for some epochs."""
 
-    min_pass_rate: float = Field(0.0, ge=0, le=1)  # a prompt below it rests
-    max_pass_rate: float = Field(1.0, ge=0, le=1)  # a prompt above it rests
+    min_pass_rate: float = Field(0.0, ge=0, le=1)  # a prompt with a lower pass rate rests
+    max_pass_rate: float = Field(1.0, ge=0, le=1)  # a prompt with a higher pass rate rests
     rest_epochs: int = Field(1, ge=1)  # epochs of its source in which a resting prompt is skipped
-    pass_at: float = 1.0  # a sample with at least this reward passes
+    pass_at: float = 1.0  # lowest reward of a sample that passes
 
     @model_validator(mode="after")
     def something_can_rest(self) -> CurriculumConfig:
@@ -42,37 +42,38 @@ class CurriculumConfig(Section):
             )
         if (low, high) == (0, 1):
             raise ValueError(
-                "[data.curriculum] does nothing with min_pass_rate = 0 and max_pass_rate = 1, which every prompt "
-                "satisfies: raise the former, lower the latter, or remove the section"
+                "[data.curriculum] has no effect with min_pass_rate = 0 and max_pass_rate = 1, which every "
+                "prompt satisfies: raise the former, lower the latter, or remove the section"
             )
         return self
 
 
 class DataConfig(Section):
-    train: str | None = None  # a file or a hub name; not set if `sources` are given
-    # held-out prompts, a file or a hub name; None: no evaluation, unless [eval.sets.NAME] is given
+    train: str | None = None  # file or hub name of the training prompts; not set if `sources` is
+    # file or hub name of held-out prompts; None: no evaluation, unless [eval.sets.NAME] is set
     eval: str | None = None
     sources: dict[str, SourceConfig] = Field(default_factory=dict)  # name -> source, instead of `train`
     # column of the prompt, with dots for a nested value; None: the names that verl, slime and TRL use
     prompt_key: str | None = None
-    answer_key: str | None = None  # column of the answer, likewise
+    # column of the answer, with dots for a nested value; None: the names that verl, slime and TRL use
+    answer_key: str | None = None
     id_key: str = "id"  # column of the prompt's id
-    # None: "chat" for a prompt that is a list of messages, else "plain"
+    # how a prompt becomes text; None: "chat" for a list of messages, else "plain"
     template: Literal["plain", "chat"] | None = None
     instruction: str = ""  # appended to each prompt
-    max_prompt_tokens: int = Field(512, ge=1)  # a longer prompt is refused
-    epochs: int | None = Field(None, ge=1)  # epochs after which a source ends; None: it never ends
+    max_prompt_tokens: int = Field(512, ge=1)  # longest prompt; a longer one is rejected
+    epochs: int | None = Field(None, ge=1)  # epochs after which a source ends; None: never
     curriculum: CurriculumConfig | None = None
-    decontaminate: Decontaminate = "warn"  # what to do about training prompts that are in an eval set
+    decontaminate: Decontaminate = "warn"  # what to do with training prompts that are also in an eval set
 
     @model_validator(mode="after")
     def there_is_something_to_train_on(self) -> DataConfig:
         if (self.train is None) == (not self.sources):
             if self.train is None:
-                raise ValueError("neither data.train nor [data.sources.NAME] is set: set one of the two")
+                raise ValueError("neither data.train nor [data.sources.NAME] is set: set one of them")
             raise ValueError(f"data.train = {self.train!r} and [data.sources.NAME] are both set: remove one of the two")
         if len(self.sources) == 1 and (only := next(iter(self.sources))) and self.sources[only].weight != 1:
-            raise ValueError(f"data.sources.{only}.weight does nothing with a single source: remove it")
+            raise ValueError(f"data.sources.{only}.weight has no effect with a single source: remove it")
         return self
 
     def train_sources(self) -> dict[str, SourceConfig]:
@@ -87,8 +88,8 @@ class DataConfig(Section):
         """Raises ValueError for a key without effect. has_reward: not all rewards are 0."""
         if self.decontaminate in ("drop", "refuse") and not has_eval_set:
             raise ValueError(
-                f"data.decontaminate = {self.decontaminate!r} does nothing without an eval set: set "
-                "data.eval or [eval.sets.NAME], or remove it"
+                f"data.decontaminate = {self.decontaminate!r} has no effect without an eval set: set data.eval or "
+                "[eval.sets.NAME], or remove it"
             )
         if self.curriculum is not None and not has_reward:
             raise ValueError(

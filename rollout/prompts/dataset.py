@@ -57,7 +57,7 @@ def read_rows(path: str, limit: int | None = None) -> Rows:
     file = Path(path)
     reader = _READERS.get(file.suffix)
     if reader is None and (file.exists() or file.suffix in {".csv", ".txt", ".gz"}):
-        raise ValueError(f"{path}: prompts cannot be read from this: give a {', '.join(_READERS)} file or a hub name")
+        raise ValueError(f"{path}: this is not a supported format: use a {', '.join(_READERS)} file or a hub name")
     if reader is None:
         rows = _of_hub(path)[:limit]
         places = [f"row {i}" for i in range(1, len(rows) + 1)]

@@ -59,7 +59,7 @@ class PromptSource:
         """Raises ValueError if there is no such prompt."""
         if prompt_id not in self._by_id:
             files = ", ".join(s.path for s in self._sources.values())
-            raise ValueError(f"{files}: there is no prompt {prompt_id!r}: was the file changed since the checkpoint?")
+            raise ValueError(f"{files}: no prompt {prompt_id!r}: use the file as it was when the checkpoint was saved")
         return self._by_id[prompt_id]
 
     @property
@@ -123,11 +123,11 @@ class PromptSource:
         """
         sources, rests = state.get("sources"), state.get("rests")
         if not isinstance(sources, Mapping) or not isinstance(rests, Mapping):
-            raise ValueError(f"the saved position of the prompts is damaged: it holds {sorted(state)}")
+            raise ValueError(f"the saved position of the prompts is damaged: it has the keys {sorted(state)}")
         if sources.keys() != self._sources.keys():
             raise ValueError(
-                f"the run has the sources {', '.join(self._sources)}, the checkpoint was made with "
-                f"{', '.join(sources)}: use these, or start a new run"
+                f"the run has the sources {', '.join(self._sources)}, but the checkpoint was saved with "
+                f"{', '.join(sources)}: use the latter, or start a new run"
             )
         for name, s in self._sources.items():
             s.check(sources[name])
@@ -148,6 +148,6 @@ def _by_id(sources: Collection[Source]) -> dict[str, Prompt]:
             if p.id in out:
                 path, first = places[p.id]
                 where = f"{first} and {place}" if path == s.path else f"{first}, and {s.path}, {place},"
-                raise ValueError(f"{path}: {where} are the same prompt ({p.id!r}): give each row its own id")
+                raise ValueError(f"{path}: {where} have the same id ({p.id!r}): give each row a unique id")
             out[p.id], places[p.id] = p, (s.path, place)
     return out

@@ -59,8 +59,8 @@ class Order:
         epoch, position = cursor
         if not (epoch >= 0 and 0 <= position < self._n):
             raise ValueError(
-                f"a cursor at prompt {position} of epoch {epoch} does not fit {self._n} prompts: "
-                "was data.train changed since the checkpoint?"
+                f"a cursor at prompt {position} of epoch {epoch} does not fit {self._n} prompts: use data.train "
+                "as it was when the checkpoint was saved"
             )
         self.cursor = cursor
         self._rows = self._shuffled(epoch)

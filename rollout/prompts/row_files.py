@@ -37,7 +37,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
     if len(made) < len(pairs):
         names = [k for k, _ in pairs]
         twice = next(k for k in names if names.count(k) > 1)
-        raise ValueError(f"one object has the key {twice!r} twice")
+        raise ValueError(f"an object has the key {twice!r} twice")
     return made
 
 
@@ -90,7 +90,7 @@ def json_rows(file: Path) -> Iterator[tuple[str, Row]]:
         if comma:
             at = _skip(text, at + 1)
         elif listed and not text.startswith("]", at):
-            raise ValueError(f"line {_line(text, at)}: want a comma or ] after row {n}")
+            raise ValueError(f"line {_line(text, at)}: expected a comma or ] after row {n}")
     if listed and at == len(text):
         raise ValueError(f"line {_line(text, at)}: the list does not end with ]")
     if listed and _skip(text, at + 1) < len(text):
@@ -110,7 +110,7 @@ def _row(text: str, at: int, where: str, line: int | None) -> tuple[Row, int]:
     except ValueError as e:
         raise ValueError(f"{where}: {e}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{where} is not an object of columns but {type(found).__name__}")
+        raise ValueError(f"{where} is a {type(found).__name__}, expected an object of columns")
     if text.count("[", at, end) + text.count("{", at, end) > MOST_NESTED and _depth(found) > MOST_NESTED:
         raise ValueError(f"{where} is nested more than {MOST_NESTED} deep")
     if text.find("\\u", at, end) >= 0 and _SURROGATE.search(json.dumps(found, ensure_ascii=False)):
@@ -159,7 +159,7 @@ def parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
             names = opened.schema_arrow.names
             if len(set(names)) < len(names):
                 twice = next(name for name in names if names.count(name) > 1)
-                raise ValueError(f"two columns are called {twice!r}")
+                raise ValueError(f"two columns have the name {twice!r}")
             n = 0
             for batch in opened.iter_batches(batch_size=_BATCH):
                 columns = [column_values(c) for c in batch.columns]

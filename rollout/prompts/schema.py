@@ -47,7 +47,8 @@ def columns(config: DataConfig, rows: Rows, path: str) -> Columns:
         answer = found[0] if found else ANSWERS[0]
         if len(found) > 1 and answer != ANSWERS[0]:
             raise ValueError(
-                f"{path}: columns {' and '.join(map(repr, found))} may each be the answer: set data.answer_key to one"
+                f"{path}: columns {' and '.join(map(repr, found))} could each be the answer: set "
+                "data.answer_key to one of them"
             )
         if len(found) > 1:
             notes.append(_chosen(path, "answers", answer, found[1:], "data.answer_key"))
@@ -55,7 +56,10 @@ def columns(config: DataConfig, rows: Rows, path: str) -> Columns:
 
 
 def _chosen(path: str, what: str, key: str, others: Sequence[str], setting: str) -> str:
-    return f"{path}: {what} are read from column {key!r}, not from {' or '.join(map(repr, others))} ({setting})"
+    return (
+        f"{path}: {what} are read from column {key!r}, not from {' or '.join(map(repr, others))}; set {setting} "
+        "to change this"
+    )
 
 
 def _refuse_preferences(rows: Sequence[Row], path: str) -> None:
@@ -67,8 +71,9 @@ def _refuse_preferences(rows: Sequence[Row], path: str) -> None:
         )
     if _has(rows, "completion") and isinstance(first_value(rows, "label"), bool):
         raise ValueError(
-            f"{path} has answers labelled good or bad (columns completion, label) instead of prompts: set "
-            "data.prompt_key to the column of prompts and, if there are answers, data.answer_key to theirs"
+            f"{path} has labelled answers (columns completion, label) instead of prompts: set algorithm.name = "
+            "'kto' and data.answer_key = 'completion', or set data.prompt_key to the column of prompts and, if "
+            "there are answers, data.answer_key to their column"
         )
 
 

@@ -76,7 +76,7 @@ class Source:
         assert not self.taken
         kept = [i for i, p in enumerate(self.prompts) if p.id not in ids]
         if not kept:
-            raise ValueError(f"{self.path}: none of its {len(self.prompts)} prompts remains: use different prompts")
+            raise ValueError(f"{self.path}: all {len(self.prompts)} prompts were removed: use different prompts")
         self.prompts, self.places = [self.prompts[i] for i in kept], [self.places[i] for i in kept]
         self._order = Order(len(kept), seed=self._seed, epochs=self._epochs)
         self.__dict__.pop("_sha256", None)
@@ -98,9 +98,9 @@ class Source:
             raise ValueError(f"{self.path}: its saved position is damaged: {state!r}")
         if (state["rows"], state["sha256"]) != (here["rows"], here["sha256"]):
             raise ValueError(
-                f"{self.path} has {here['rows']} prompts now and had {state['rows']} when the checkpoint was made, and "
-                "they differ in id, tokens, answer, source or other columns: use the original file, columns, template "
-                "and tokenizer, or start a new run"
+                f"{self.path} has {here['rows']} prompts, but had {state['rows']} when the checkpoint was saved, "
+                "and they differ in id, tokens, answer, source or other columns: use the original file, columns, "
+                "template and tokenizer, or start a new run"
             )
         if not (state["epoch"] >= 0 and 0 <= state["position"] < state["rows"] and state["dealt"] >= 0):
             raise ValueError(f"{self.path}: its saved position is damaged: {dict(state)!r}")
@@ -141,8 +141,8 @@ def _answers(config: DataConfig, key: str, rows: Rows, path: str, compared_by: s
             raise missing[0]
     if compared_by is not None and "" in out:
         raise ValueError(
-            f"{rows.where(out.index(''))}: the prompt has no answer ({key}), and reward {compared_by!r} compares with "
-            "it: add it, remove the row, or use a reward that needs none (docs/rewards.md)"
+            f"{rows.where(out.index(''))}: the prompt has no answer ({key}), but reward {compared_by!r} compares "
+            "with it: add the answer, remove the row, or use a reward that needs none (docs/rewards.md)"
         )
     return out
 
@@ -170,7 +170,7 @@ def row_prompt(
     template = config.template or ("plain" if isinstance(question, str) else "chat")
     if not messages or (template == "plain" and not isinstance(question, str)):
         want = 'text, or with data.template = "chat" a list of messages'
-        raise ValueError(f"{where}: the prompt ({found.prompt}) is {question!r:.200}, want {want}")
+        raise ValueError(f"{where}: the prompt ({found.prompt}) is {question!r:.200}, expected {want}")
     asked = messages[-1]["content"] + config.instruction
     text = asked
     if template == "plain":
@@ -181,7 +181,7 @@ def row_prompt(
     ids = tuple(tokenizer.encode(text, add_special_tokens=False))  # a template includes the special tokens
     if len(ids) > config.max_prompt_tokens:
         raise ValueError(
-            f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens = {config.max_prompt_tokens}: "
+            f"{where}: the prompt has {len(ids)} tokens, but data.max_prompt_tokens = {config.max_prompt_tokens}: "
             "raise it, or remove the row"
         )
     used = {found.prompt, config.id_key, "source"}

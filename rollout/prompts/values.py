@@ -43,7 +43,7 @@ def number(text: str) -> float:
 def integer(text: str) -> int | float:
     """A JSON integer. Raises ValueError for more digits than Python converts (4,300)."""
     if len(text) > _DIGITS:
-        raise ValueError(f"an integer of {len(text)} digits, at most {_DIGITS} are read: quote it as text")
+        raise ValueError(f"an integer has {len(text)} digits, but at most {_DIGITS} are supported: quote it as text")
     return int(text) if text != "-0" else WrittenFloat(text)
 
 
@@ -60,14 +60,14 @@ def text_of(value: object) -> str:
         case bool():
             return "true" if value else "false"
         case float() if not math.isfinite(value):
-            raise ValueError(f"is {value}, want text or a finite number")
+            raise ValueError(f"is {value}, expected text or a finite number")
         case Decimal():
             return format(value, "f")
         case int() | float() | datetime.date() | datetime.time() | datetime.timedelta():
             return str(value)
     kinds: dict[type, str] = {dict: "an object", list: "a list", tuple: "a list", bytes: "bytes"}
     kind = kinds.get(type(value), type(value).__name__)
-    raise ValueError(f"is {kind} ({_shortened(value)}), want text or a number")
+    raise ValueError(f"is {kind} ({_shortened(value)}), expected text or a number")
 
 
 def _shortened(value: object) -> str:

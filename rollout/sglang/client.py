@@ -148,7 +148,7 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def server_info(self) -> Json:
-        """What the server says of its configuration, under its names."""
+        """The server's configuration, under its own key names."""
 
     @abstractmethod
     async def weight_version(self) -> int: ...
@@ -297,7 +297,7 @@ class SGLangClient(ServerClient):
             check_tokens(replies, request, self._vocabulary)
             return self._reader.extend(samples, environment, replies)
         except ValueError as e:
-            raise RolloutError(f"server {self.url} sent samples that cannot be used: {e}") from e
+            raise RolloutError(f"server {self.url} returned invalid samples: {e}") from e
 
     async def score(self, sequences: Sequence[Tensor]) -> list[tuple[Tensor, RoutingTrace | None]]:
         request = self._scoring(sequences)
@@ -356,7 +356,7 @@ class SGLangClient(ServerClient):
             ((_, routes),) = self._reader.scores([text], [reply])
             return torch.from_numpy(states_from_json(reply).copy()), routes
         except ValueError as e:
-            raise RolloutError(f"server {self.url} gave no states of its layers: {e}") from e
+            raise RolloutError(f"server {self.url} returned no valid states of its layers: {e}") from e
 
     async def _generated(self, request: GenerateRequest, *, more: int = 0) -> Any:
         """more: bytes that the reply may have beyond those of its samples and scores."""
@@ -401,7 +401,7 @@ class SGLangClient(ServerClient):
     async def health(self) -> bool:
         """Whether /health answers 200: a stock server generates a token for it. Never raises RolloutError; raises
         RuntimeError where a part of the server's memory is released."""
-        self.occupation.require_parts("be asked for its health")
+        self.occupation.require_parts("report its health")
         try:
             return (await self._http.get(endpoints.HEALTH)).status_code == 200
         except httpx.HTTPError:
@@ -436,4 +436,4 @@ class SGLangClient(ServerClient):
     async def _change(self, endpoint: str, body: Json) -> None:
         outcome = Outcome.from_json(await self._call("POST", endpoint, body), endpoint)
         if not outcome.success:
-            raise RolloutError(f"server {self.url} refused {endpoint}: {outcome.message}")
+            raise RolloutError(f"server {self.url} rejected {endpoint}: {outcome.message}")

@@ -30,8 +30,8 @@ def check_served(engine: Engine, spec: QuantSpec | None, flags: SGLangFlags) -> 
         return
     if engine == "vllm":
         raise ValueError(
-            f"a vLLM server loads {spec.format} weights, but it is not known to load them again while it runs, as "
-            "publications require: set precision.format = 'bf16', or rollout.engine = 'sglang' or 'embedded'"
+            f"a vLLM server loads {spec.format} weights, but cannot reload them while it runs, as publications "
+            "require: set precision.format = 'bf16', or rollout.engine = 'sglang' or 'embedded'"
         )
     if why := _sglang_problem(spec, flags):
         raise ValueError(f"stock SGLang on {flags.gpu} (rollout.sglang.gpu) cannot serve {spec.format} weights: {why}")
@@ -49,12 +49,14 @@ def _sglang_problem(spec: QuantSpec, flags: SGLangFlags) -> str:
     blackwell, ct = flags.gpu == "blackwell", spec.convention == "compressed-tensors"
     if spec.format is QuantFormat.FP8 and blackwell:
         return (  # requant_block_scale_ue8m0_for_deepgemm
-            "DeepGEMM's scales are powers of two there, so it would requantize fp32-scaled weights and change a "
-            "quarter of them; set precision.format = 'fp8-ue8m0', which it serves unchanged"
+            "DeepGEMM requires scales that are powers of two there, so it would requantize fp32-scaled weights "
+            "and change a quarter of them; set precision.format = 'fp8-ue8m0', which it serves unchanged"
         )
     if spec.format is QuantFormat.INT4 and spec.block[1] not in _INT4_GROUPS:
         groups = ", ".join(map(str, _INT4_GROUPS))
-        return f"its kernels have groups of {groups} columns, not of {spec.block[1]}; set precision.block, {_EMBEDDED}"
+        return (
+            f"its kernels support groups of {groups} columns, not of {spec.block[1]}; set precision.block, {_EMBEDDED}"
+        )
     if spec.format is QuantFormat.MXFP8 and ct:
         return (
             "it has no scheme for experts of compressed-tensors' mxfp8-quantized; store them in the convention "
@@ -63,7 +65,10 @@ def _sglang_problem(spec: QuantSpec, flags: SGLangFlags) -> str:
     if spec.format is QuantFormat.MXFP8 and not blackwell:
         return f"MXFP8 kernels need compute capability 10.0; set rollout.sglang.gpu = 'blackwell', {_EMBEDDED}"
     if spec.format is QuantFormat.MXFP4:  # Mxfp4MoEMethod registers w13_weight, per-expert files say weight_packed
-        return f"0.5.23 has no loader for MXFP4 experts stored one by one; set precision.format = 'nvfp4', {_EMBEDDED}"
+        return (
+            "version 0.5.23 cannot load MXFP4 experts that are stored one by one; set precision.format = "
+            f"'nvfp4', {_EMBEDDED}"
+        )
     if spec.format is QuantFormat.NVFP4 and ct:  # the scheme deletes w13_weight_packed and restores nothing
         return (
             "the codes of compressed-tensors' nvfp4-pack-quantized are repacked and their names dropped, so every "

@@ -48,8 +48,8 @@ def failure(error: httpx.HTTPError, *, url: str, endpoint: str, timeout_s: float
     if isinstance(error, httpx.ConnectError) and "[SSL" in str(error):
         reason = re.sub(r" \(_ssl\.c:\d+\)", "", str(error))  # a line of CPython's source
         return RolloutError(
-            f"server {url}: the TLS connection for {endpoint} failed ({reason}): for a private certificate set "
-            "SSL_CERT_FILE to its authority's file, for a server without TLS use an http:// URL"
+            f"server {url}: the TLS connection for {endpoint} failed ({reason}): for a private certificate, set "
+            "SSL_CERT_FILE to the file of its authority; for a server without TLS, use an http:// URL"
         )
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return NoAnswer(f"server {url} cannot be reached for {endpoint}: it is not running or has died; {look}")
@@ -61,7 +61,7 @@ def failure(error: httpx.HTTPError, *, url: str, endpoint: str, timeout_s: float
     return RolloutError(f"server {url} failed at {endpoint}: {type(error).__name__}: {error}; {look}")
 
 
-_NEEDS_KEY = "give the server's key by --key-file, key_file or the environment variable " + VARIABLE
+_NEEDS_KEY = "pass the server's key with --key-file, key_file or the environment variable " + VARIABLE
 REMEDIES: Mapping[int, str] = {401: _NEEDS_KEY, 403: _NEEDS_KEY}  # by the status of a refusal
 
 
@@ -81,12 +81,12 @@ def read_json(
             text += f"; {remedy}"
         look = f"; see {log_of(url, log)}" if log else ""
         kind = {503: EngineEnded}.get(response.status_code, ServerBroke)
-        raise (kind if response.status_code >= 500 else RolloutError)(f"server {url} refused {endpoint}: {text}{look}")
+        raise (kind if response.status_code >= 500 else RolloutError)(f"server {url} rejected {endpoint}: {text}{look}")
     try:
         return loads(response.content) if response.content else None
     except ValueError as e:
         raise RolloutError(
-            f"server {url} answered {endpoint} with invalid JSON ({e}): does another program listen there?"
+            f"server {url} answered {endpoint} with invalid JSON ({e}): check which program listens there"
         ) from None
 
 
@@ -94,7 +94,7 @@ def check_plain(response: httpx.Response, *, url: str, endpoint: str) -> None:
     """Raises RolloutError for a compressed reply, before its body is read: the decompressed size has no bound."""
     coded = response.headers.get("content-encoding", "identity")
     if coded != "identity":
-        raise RolloutError(f"server {url} compressed its reply to {endpoint} ({coded[:40]}): is there a proxy between?")
+        raise RolloutError(f"server {url} compressed its reply to {endpoint} ({coded[:40]}): disable that in its proxy")
 
 
 def check_size(size: int, limit: int, *, url: str, endpoint: str) -> None:
@@ -102,5 +102,5 @@ def check_size(size: int, limit: int, *, url: str, endpoint: str) -> None:
     if size > limit:
         raise RolloutError(
             f"server {url} answered {endpoint} with more than {limit:,} bytes, the limit for such a request: "
-            "does another program listen there?"
+            "check which program listens there"
         )

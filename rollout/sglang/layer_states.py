@@ -56,14 +56,15 @@ class StockStates:
         hooks = [h for h in info.get("forward_hooks") or () if h.get("hook_factory") == _FACTORY]
         if not hooks:
             raise ValueError(
-                f"server {url} is stock SGLang, which gives hidden states of its last layer only, and it was started "
-                "without --forward-hooks: let `miles-like verify --layers` start the servers, or leave out --layers"
+                f"server {url} is stock SGLang, which returns hidden states of its last layer only, because it "
+                "was started without --forward-hooks: let `miles-like verify --layers` start the servers, or "
+                "remove --layers"
             )
         directory = Path(hooks[0]["config"]["directory"])
         if not directory.is_dir():
             raise ValueError(
-                f"server {url} writes the states of its layers into {directory}, which is not on this machine: give a "
-                "--run-dir on a disk that all nodes share, or leave out --layers"
+                f"server {url} writes the states of its layers into {directory}, which is not on this machine: "
+                "choose a --run-dir on a disk that all nodes share, or remove --layers"
             )
         return cls(url, directory, len(hooks))
 
@@ -100,8 +101,9 @@ class StockStates:
             ) from None
         if sum(map(len, passes)) != tokens:
             raise ValueError(
-                f"server {self._url} wrote {sum(map(len, passes))} rows of state {name} for a text of {tokens} tokens: "
-                "it runs other requests at the same time, or a CUDA graph that skips hooks (disable its prefill graphs)"
+                f"server {self._url} wrote {sum(map(len, passes))} rows of state {name} for a text of {tokens} "
+                "tokens: it ran other requests at the same time, or a CUDA graph that skips hooks (disable its "
+                "prefill graphs)"
             )
         return torch.cat(list(passes))
 

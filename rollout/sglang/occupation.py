@@ -34,8 +34,7 @@ class Occupation:
         self.require_parts("generate")
         if not self.complete:
             raise RuntimeError(
-                f"server {self.url} cannot generate: its weights were released and no publication has replaced them: "
-                "publish first"
+                f"server {self.url} cannot generate: its weights were released, and not published again: publish first"
             )
         self.in_flight += 1
         try:
@@ -58,11 +57,11 @@ class Occupation:
         wanted = self._wanted(tags, "release")
         if self.in_flight:
             raise RuntimeError(
-                f"server {self.url} cannot release {_names(wanted)}: {self.in_flight} requests are in flight, and a "
-                "stock server would end: wait for them first"
+                f"server {self.url} cannot release {_names(wanted)}: {self.in_flight} requests are in flight, and "
+                "a stock server would crash: wait for them first"
             )
         if again := wanted & self.released:
-            raise RuntimeError(f"server {self.url} cannot release {_names(again)}: it is released already")
+            raise RuntimeError(f"server {self.url} cannot release {_names(again)}: it was already released")
         before = self.released, self.complete
         self.released |= wanted
         self.complete = self.complete and MemoryTag.WEIGHTS not in wanted
@@ -77,7 +76,7 @@ class Occupation:
         wanted = self._wanted(tags, "resume")
         if held := wanted - self.released:
             raise RuntimeError(
-                f"server {self.url} cannot resume {_names(held)}: it was not released, and a stock server would end"
+                f"server {self.url} cannot resume {_names(held)}: it was not released, and a stock server would crash"
             )
         self.released -= wanted
 
@@ -93,7 +92,7 @@ class Occupation:
     def _wanted(self, tags: Iterable[MemoryTag], what: str) -> frozenset[MemoryTag]:
         wanted = frozenset(tags)
         if not wanted:  # a server takes an empty list for all tags
-            raise RuntimeError(f"server {self.url} cannot {what} 0 parts: name one of {_names(MemoryTag)}")
+            raise RuntimeError(f"server {self.url} cannot {what} 0 parts: pass at least one of {_names(MemoryTag)}")
         return wanted
 
 

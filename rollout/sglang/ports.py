@@ -53,8 +53,9 @@ def first_port(default: int, count: int, ranges: Sequence[tuple[int, int]]) -> i
     if high + count < 1 << 16:
         return high + 1
     raise ValueError(
-        f"the kernel gives ports {low} to {high} to outgoing connections, which leaves no {count} ports for servers: "
-        "narrow net.ipv4.ip_local_port_range on the nodes, or set rollout.port and rollout.sglang.dist_init_port"
+        f"the kernel uses ports {low} to {high} for outgoing connections, which leaves fewer than {count} ports "
+        "for servers: narrow net.ipv4.ip_local_port_range on the nodes, or set rollout.port and "
+        "rollout.sglang.dist_init_port"
     )
 
 
@@ -91,8 +92,8 @@ def free_blocks(servers: int) -> int:
         if all(_is_free(first + BLOCK * i + j, "") for i in range(servers) for j in range(_HANDSHAKE + 1)):
             return first
     raise ValueError(
-        f"no {servers} blocks of {BLOCK} ports are free from {low} on: set rollout.sglang.dist_init_port to the first "
-        "of such blocks"
+        f"{servers} free blocks of {BLOCK} ports were not found from port {low} on: set "
+        "rollout.sglang.dist_init_port to the first port of such blocks"
     )
 
 
@@ -108,7 +109,7 @@ def stock_ports(http: int, dist_init: int | None, *, attention_dp: bool, nnodes:
         if not attention_dp:
             return out
         dist_init, moved = (http + 233 if http + 233 < 1 << 16 else http - 233), "rollout.port"
-    out.append(Port(dist_init, "the rendezvous of its ranks", moved))
+    out.append(Port(dist_init, "rendezvous of its ranks", moved))
     if attention_dp:
         out += [Port(dist_init + 1 + i, "attention data parallelism", moved) for i in range(_DERIVED)]
     if attention_dp and nnodes > 1:
@@ -122,8 +123,8 @@ def check_ports(ports: Sequence[Port], host: str, server: str) -> None:
     for port in ports:
         if not _is_free(port.number, ""):
             raise ValueError(
-                f"{server}: port {port.number} ({port.purpose}) is in use on node {socket.gethostname()} ({host}): "
-                f"set {port.key} to another one, or stop what uses it"
+                f"{server}: port {port.number} ({port.purpose}) is in use on node {socket.gethostname()} "
+                f"({host}): set {port.key} to a different port, or stop the process that uses it"
             )
 
 

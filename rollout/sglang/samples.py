@@ -106,7 +106,7 @@ class SampleReader:
             want, s = len(tokens[i]) - len(replies[i].output_ids), samples[i]
             if replies[i].prompt_tokens != want:
                 raise ValueError(
-                    f"sample {s.name} was sent with {want} tokens, the server counted {replies[i].prompt_tokens}"
+                    f"sample {s.name} was sent with {want} tokens, but the server counted {replies[i].prompt_tokens}"
                 )
         traces = self._traces([samples[i] for i in live], [tokens[i] for i in live], [replies[i] for i in live])
         trace_of = dict(zip(live, traces, strict=True))
@@ -209,8 +209,8 @@ def _gates(shape: RoutingShape, reply: GenerateReply, rows: int, start: int, sam
     """[rows, L, K] fp32."""
     if reply.routed_weights is None:
         raise ValueError(
-            "routed_experts_weights is missing: only the embedded engine gives gate weights, started with "
-            "--enable-return-routed-weights; a stock SGLang server has none"
+            "routed_experts_weights is missing: only the embedded engine returns gate weights: start it with "
+            "--enable-return-routed-weights"
         )
     return read_wire_weights(
         reply.routed_weights,

@@ -108,8 +108,8 @@ class ServerHandle:
                     pass  # not listening yet
                 time.sleep(_POLL_S)
         raise RolloutError(
-            f"server {self.url} was not ready within {timeout_s:g} s: raise rollout.start_timeout_s or read {self.log}"
-            f", which ends:\n{self.tail()}"
+            f"server {self.url} was not ready within {timeout_s:g} s: raise rollout.start_timeout_s, or see "
+            f"{self.log}, which ends:\n{self.tail()}"
         )
 
     def check_alive(self) -> None:
@@ -191,8 +191,8 @@ def check_port(port: int, host: str = "127.0.0.1") -> None:
             s.bind((host, port))
         except OSError as e:
             raise ValueError(
-                f"port {port} on {host} cannot be used ({e.strerror}): set rollout.port to another one, "
-                "or remove it to use any free port"
+                f"port {port} on {host} cannot be used ({e.strerror}): set rollout.port to a different port, or "
+                "remove it to use any free port"
             ) from None
 
 

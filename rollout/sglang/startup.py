@@ -115,7 +115,7 @@ class Startup:
             return Progress(self.handle.url, phase.words)
         late = f"was not ready within {limit:g} s (raise {key} if it is only slow)"
         if self._stranger:
-            late += f"; at its port answers {self._stranger} (set rollout.port to another one)"
+            late += f"; {self._stranger} answers at its port (set rollout.port to a different port)"
         return self._failed(late, phase.words, time.monotonic())
 
     def _failed(self, what: str, phase: str, when: float) -> Progress:
@@ -154,7 +154,10 @@ class Startup:
         """What is wrong with a server that answers. others: processes that listen at its port too, which the kernel
         allows to vLLM's."""
         if others:
-            return f"shares its port with {_program(others[0])}, and requests reach either: set rollout.port"
+            return (
+                f"shares its port with {_program(others[0])}, so requests can reach either: set rollout.port to a "
+                "different port"
+            )
         return self._number_weights() if self._launch.config.engine == "vllm" else None
 
     def _number_weights(self) -> str | None:
@@ -165,7 +168,7 @@ class Startup:
             found = self._http.get(endpoint).raise_for_status().json()
             version = str(found.get("version")) if isinstance(found, dict) else "unknown"
             if version.partition("+")[0] != VLLM_VERSION:
-                return f"is vLLM {version}, this version of miles-like works with {VLLM_VERSION} alone"
+                return f"is vLLM {version}, but this version of miles-like supports only {VLLM_VERSION}"
             endpoint = vllm_endpoints.UPDATE_VERSION
             self._http.post(endpoint, json={"new_version": str(self._launch.weight_version)}).raise_for_status()
         except (httpx.HTTPError, ValueError) as e:
@@ -174,7 +177,7 @@ class Startup:
 
 
 def _program(pid: int | None) -> str:
-    return "a process of another user" if pid is None else f"process {pid}, not of this server"
+    return "a process of another user" if pid is None else f"process {pid}, which is not this server's"
 
 
 def begin(launch: ServerLaunch, port: int) -> ServerHandle:
@@ -217,11 +220,13 @@ def _begin_vllm(launch: ServerLaunch, port: int, url: str) -> ServerHandle:
     address and for a server over several nodes."""
     if launch.host in ("0.0.0.0", "::", ""):
         raise ValueError(
-            f"a vLLM server has no authentication and would listen on every network of this machine ({launch.host}): "
-            "give the address of a closed network, or 127.0.0.1"
+            "a vLLM server has no authentication and would listen on every network of this machine "
+            f"({launch.host}): use the address of a closed network, or 127.0.0.1"
         )
     if launch.nnodes > 1:
-        raise ValueError(f"a vLLM server over {launch.nnodes} nodes: it is started on one node here; lower its GPUs")
+        raise ValueError(
+            f"a vLLM server over {launch.nnodes} nodes is not supported: use at most as many GPUs as one node has"
+        )
     check_port(port, launch.host)
     flags = launch.config.vllm
     routes = launch.return_routed_experts

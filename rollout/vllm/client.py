@@ -106,7 +106,7 @@ class VLLMClient(ServerClient):
             check_tokens(replies, request, self._vocabulary)
             return self._reader.extend(samples, environment, replies)
         except ValueError as e:
-            raise RolloutError(f"server {self.url} sent samples that cannot be used: {e}") from e
+            raise RolloutError(f"server {self.url} returned invalid samples: {e}") from e
 
     async def score(self, sequences: Sequence[Tensor]) -> list[tuple[Tensor, RoutingTrace | None]]:
         routed = self._reader.routing is not None
@@ -114,7 +114,7 @@ class VLLMClient(ServerClient):
         try:
             return self._reader.scored(sequences, scores)
         except ValueError as e:
-            raise RolloutError(f"server {self.url} sent scores that cannot be used: {e}") from e
+            raise RolloutError(f"server {self.url} returned invalid scores: {e}") from e
 
     async def score_after(self, sequences: Sequence[Tensor], start: int, *, top: int = 0) -> list[PromptScores]:
         return await self._scores(sequences, start, top=top)
@@ -138,7 +138,7 @@ class VLLMClient(ServerClient):
         try:
             return scored_prompt(body, request)
         except ValueError as e:
-            raise RolloutError(f"server {self.url} sent scores that cannot be used: {e}") from e
+            raise RolloutError(f"server {self.url} returned invalid scores: {e}") from e
 
     async def _generated(self, request: GenerateRequest) -> Any:
         limit = reply_bytes(request, self._reader.routes_per_token)

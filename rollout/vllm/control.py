@@ -31,8 +31,8 @@ def check_reset(body: object) -> None:
     requests hold blocks of it."""
     if need(an_object(body, RESET_CACHE), "success", RESET_CACHE) is not True:
         raise ValueError(
-            f"{RESET_CACHE}: the prefix cache was not dropped, because requests are running or frozen: later requests "
-            "would continue from keys and values of older weights"
+            f"{RESET_CACHE}: the prefix cache was not dropped, because requests are running or frozen: later "
+            "requests would reuse keys and values of older weights"
         )
 
 
@@ -43,7 +43,10 @@ def weight_hashes(body: object) -> ChecksumReply:
     reported = an_object(need(an_object(body, CHECKER), "checksums", CHECKER), CHECKER)
     table = {str(name): digest for name, digest in reported.items() if digest != _OF_NOTHING}
     if not table or not all(isinstance(digest, str) for digest in table.values()):
-        raise ValueError(f"{CHECKER}: of {len(reported)} checksums {len(table)} belong to weights, or are not texts")
+        raise ValueError(
+            f"{CHECKER}: {len(table)} of {len(reported)} checksums belong to weights: expected at least one, and "
+            "all of them as text"
+        )
     whole = hashlib.sha256(repr(sorted(table.items())).encode()).hexdigest()
     return ChecksumReply(ranks=(RankReply(checksums=table, per_gpu_checksum=whole),), per_engine_checksum=whole)
 
@@ -52,6 +55,6 @@ def served_model(body: object, weight_version: int) -> ModelInfo:
     """The reply to a request for the served models. Raises ValueError unless it is one."""
     models = need(an_object(body, MODELS), "data", MODELS)
     if not isinstance(models, list) or len(models) != 1:
-        raise ValueError(f"{MODELS}: the reply has {len(models)} models, a rollout server has one")
+        raise ValueError(f"{MODELS}: the reply has {len(models)} models, but a rollout server has one")
     model = an_object(models[0], MODELS)
     return ModelInfo(model_path=str(need(model, "root", MODELS)), weight_version=str(weight_version))

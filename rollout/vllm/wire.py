@@ -64,7 +64,7 @@ def sampled_replies(body: object, request: GenerateRequest) -> list[GenerateRepl
     rows = [an_object(row, GENERATE) for row in need(top, "choices", GENERATE)]
     at = {need(row, "index", GENERATE): row for row in rows}
     if len(rows) != request.n or set(at) != set(range(request.n)):
-        raise ValueError(f"{GENERATE}: the reply has samples {sorted(at)}, {request.n} were requested")
+        raise ValueError(f"{GENERATE}: the reply has samples {sorted(at)}, but {request.n} were requested")
     return [_sample(at[i], request) for i in range(request.n)]
 
 
@@ -72,8 +72,8 @@ def _check_id(top: Mapping[str, Any], request: GenerateRequest) -> None:
     assert request.rid is not None
     if (got := need(top, "request_id", GENERATE)) != _REPLY_ID + request.rid[0]:
         raise ValueError(
-            f"{GENERATE}: the reply has request_id {got!r}, which this request did not send: the server, or a proxy in "
-            "front of it, confuses requests"
+            f"{GENERATE}: the reply has request_id {got!r}, which this request did not send: the server, or a "
+            "proxy in front of it, mixes up requests"
         )
 
 
@@ -86,8 +86,9 @@ def _sample(row: Mapping[str, Any], request: GenerateRequest) -> GenerateReply:
     ids = np.asarray(need(row, "token_ids", GENERATE) or [], dtype=np.int64)
     if finish is Finish.LENGTH and len(ids) < request.sampling[0].max_new_tokens:
         raise ValueError(
-            f"{GENERATE}: a sample of {len(ids)} tokens ends at a limit, {request.sampling[0].max_new_tokens} were "
-            "requested: the prompt leaves no room in the server's context length; raise rollout.vllm.max_model_len"
+            f"{GENERATE}: a sample of {len(ids)} tokens ends at a limit, but {request.sampling[0].max_new_tokens} "
+            "were requested: the prompt leaves no room in the server's context length; raise "
+            "rollout.vllm.max_model_len"
         )
     spans = read_spans(need(row, "weight_versions", GENERATE) or [] if len(ids) else [], len(ids))
     routed = row.get("routed_experts") if request.return_routed_experts else None
@@ -124,12 +125,12 @@ def scored_prompt(body: object, request: GenerateRequest) -> PromptScores:
     ids, start, wanted = request.input_ids[0], request.logprob_start_len, request.top_logprobs_num
     rows = need(top, "prompt_logprobs", GENERATE) or []
     if len(rows) != len(ids):
-        raise ValueError(f"{GENERATE}: prompt_logprobs has {len(rows)} tokens, {len(ids)} were sent")
+        raise ValueError(f"{GENERATE}: prompt_logprobs has {len(rows)} tokens, but {len(ids)} were sent")
     own, likeliest = [], []
     for token, row in zip(ids[start + 1 :], rows[start + 1 :], strict=True):
         entries = {int(key): an_object(entry, GENERATE) for key, entry in an_object(row, GENERATE).items()}
         if token not in entries:
-            raise ValueError(f"{GENERATE}: prompt_logprobs has no entry of token {token} where it was sent")
+            raise ValueError(f"{GENERATE}: prompt_logprobs has no entry for token {token} at its position")
         own.append((_unclamped(need(entries[token], "logprob", GENERATE)), token))
         ranked = sorted(entries, key=lambda t, of=entries: int(need(of[t], "rank", GENERATE)))  # type: ignore[misc]
         likeliest.append([(need(entries[t], "logprob", GENERATE), t) for t in ranked[:wanted]])
@@ -145,8 +146,9 @@ def scored_prompt(body: object, request: GenerateRequest) -> PromptScores:
 def _top(rows: Sequence[Sequence[tuple[float, int]]], wanted: int) -> PromptTop:
     if any(len(row) != wanted for row in rows):
         raise ValueError(
-            f"{GENERATE}: prompt_logprobs has {min(map(len, rows))} candidates at a position, {wanted} were requested: "
-            "raise the server's --max-logprobs, or is top_k above its vocabulary?"
+            f"{GENERATE}: prompt_logprobs has {min(map(len, rows))} candidates at a position, but {wanted} were "
+            "requested: raise the server's --max-logprobs, or lower distillation.top_k if it exceeds the "
+            "vocabulary"
         )
     if not rows:
         return PromptTop.empty(wanted)

@@ -177,9 +177,9 @@ def _sentence(error: Mapping[str, Any]) -> str:
         known = ", ".join(k for k in SamplingBody.model_fields if k not in _NOT_SERVED)
         return f"sampling_params has an unknown key {key!r}; known: {known}"
     if key in _NOT_SERVED:
-        return f"sampling_params.{key} = {value} is not served: leave it out"
+        return f"sampling_params.{key} = {value} is not supported: remove it"
     if key == "stream":
-        return "stream = true is not served: ask for whole replies"
+        return "stream = true is not supported: remove it"
     what = f"{key} = {value}"
     if key == "input_ids":
         what = "input_ids must be a list of token ids or a list of such lists, none empty"
@@ -201,5 +201,5 @@ def _problem(kind: str, ctx: Mapping[str, Any], value: str) -> str:
     bounds |= {"too_short": "at least {min_length} entries", "string_too_short": "at least {min_length} characters"}
     bounds |= {"literal_error": "one of {expected}", "enum": "one of {expected}", "finite_number": "a finite number"}
     if kind in bounds:
-        return f"{value}, want {bounds[kind].format(**ctx)}"
+        return f"{value}, expected {bounds[kind].format(**ctx)}"
     return f"{value} cannot be read ({kind.replace('_', ' ')})".strip()

@@ -310,7 +310,7 @@ def decode_safetensors(payload: str) -> list[NamedTensor]:
     except SafetensorError as e:
         raise ValueError(f"weights are not safetensors bytes: {e}") from None
     except KeyError as e:
-        raise ValueError(f"weights have dtype {e.args[0]}, which this server does not read") from None
+        raise ValueError(f"weights have dtype {e.args[0]}, which this server does not support") from None
     except (RuntimeError, TypeError, OverflowError) as e:
         raise ValueError(f"weights cannot be read: {str(e).splitlines()[0]}") from None
     return [NamedTensor(name, named[name]) for name in sorted(named)]

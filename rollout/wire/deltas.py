@@ -78,7 +78,7 @@ class DeltaConfig(Body):
             error = e.errors()[0]
             at = ".".join(map(str, (DELTA, *error["loc"])))
             raise ValueError(
-                f"config.json in {where} is not that of weight differences: {at}: {error['msg']}"
+                f"config.json in {where} does not describe weight differences: {at}: {error['msg']}"
             ) from None
 
     def to_json(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Delta:
         is damaged."""
         if self.dtype is not old.dtype or self.shape != tuple(old.shape):
             raise ValueError(
-                f"{self.name}: the weight difference is of {self.dtype} {list(self.shape)}, this server holds "
+                f"{self.name}: the weight difference has {self.dtype} {list(self.shape)}, but this server holds "
                 f"{old.dtype} {list(old.shape)}"
             )
         if self.kind is Kind.WHOLE:
@@ -183,11 +183,15 @@ class Delta:
     def _scatter(self, words: np.ndarray) -> None:
         gaps = _GAP * self.count
         if gaps + self.count * words.itemsize >= max(1, words.nbytes):
-            raise ValueError(f"{self.name}: {self.count} of {words.size} elements differ, too many for their positions")
+            raise ValueError(
+                f"{self.name}: {self.count} of {words.size} elements differ, more than a weight difference can have"
+            )
         planes = self._decompressed(gaps + self.count * words.itemsize)
         at = np.cumsum(_from_planes(planes[:gaps], np.dtype("<u4")), dtype=np.int64)
         if self.count and at[-1] >= words.size:
-            raise ValueError(f"{self.name}: a difference at element {at[-1]} of {words.size}")
+            raise ValueError(
+                f"{self.name}: the weight difference has element {at[-1]}, outside of {words.size} elements"
+            )
         words[at] ^= _from_planes(planes[gaps:], words.dtype)
 
     def _decompressed(self, nbytes: int) -> bytes:
@@ -202,13 +206,16 @@ class Delta:
 
     def _checked(self, new: Tensor) -> Tensor:
         if content_hash(new) != self.new_hash:
-            raise ValueError(f"{self.name}: the weight difference is damaged: its values have another hash")
+            raise ValueError(f"{self.name}: the weight difference is damaged: its values do not match their hash")
         return new
 
 
 def _headed(kind: Kind, count: int, new: Tensor, old_hash: bytes, new_hash: bytes, body: bytes | memoryview) -> bytes:
     if new.dtype not in _DTYPES or new.dim() > _MAX_DIMS:
-        raise ValueError(f"no weight difference of {new.dtype} {list(new.shape)} can be written")
+        raise ValueError(
+            f"a weight difference of {new.dtype} {list(new.shape)} cannot be written: its dtype or its number of "
+            "dimensions is not supported"
+        )
     head = _HEAD.pack(kind, _DTYPES.index(new.dtype), new.dim(), _FORMAT, count, old_hash, new_hash)
     return b"".join((head, struct.pack(f"<{new.dim()}Q", *new.shape), body))
 

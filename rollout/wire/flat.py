@@ -91,7 +91,7 @@ def separate(buffer: Tensor, layout: Layout) -> Iterator[NamedTensor]:
 def dtype_of(name: str) -> torch.dtype:
     """Raises ValueError for a dtype that the embedded engine does not read."""
     if (dtype := _DTYPES.get(name)) is None:
-        raise ValueError(f"weights have dtype {name[:60]!r}, which this server does not read")
+        raise ValueError(f"weights have dtype {name[:60]!r}, which this server does not support")
     return dtype
 
 

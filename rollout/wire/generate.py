@@ -70,13 +70,13 @@ class GenerateRequest:
         if self.rid is not None and len(set(self.rid)) != p:
             raise ValueError(f"{GENERATE}: {len(set(self.rid))} different rids for {p} prompts")
         if self.single and p != 1:
-            raise ValueError(f"{GENERATE}: a single request of {p} prompts")
+            raise ValueError(f"{GENERATE}: a request of {p} prompts is marked as a single one")
         if self.n < 1:
-            raise ValueError(f"{GENERATE}: n = {self.n}, want at least 1")
+            raise ValueError(f"{GENERATE}: n = {self.n}, expected at least 1")
         if self.top_logprobs_num < 0:
-            raise ValueError(f"{GENERATE}: top_logprobs_num = {self.top_logprobs_num}, want at least 0")
+            raise ValueError(f"{GENERATE}: top_logprobs_num = {self.top_logprobs_num}, expected at least 0")
         if self.sample_index < 0:
-            raise ValueError(f"{GENERATE}: sample_index = {self.sample_index}, want at least 0")
+            raise ValueError(f"{GENERATE}: sample_index = {self.sample_index}, expected at least 0")
         for s in self.sampling:
             _check_sampling(s)
 
@@ -115,7 +115,7 @@ class GenerateRequest:
         would change SGLang's reply and is not supported (docs/sampling.md)."""
         for key in NOT_SERVED:
             if body.get(key):
-                raise ValueError(f"{GENERATE}: {key} is not served: leave it out")
+                raise ValueError(f"{GENERATE}: {key} is not supported: remove it")
         b = read(GenerateBody, body, GENERATE)
         if b.input_ids is None:
             raise ValueError(f"{GENERATE}: input_ids is missing: prompts are token ids here, not text")
@@ -148,15 +148,15 @@ class GenerateRequest:
 
 def _check_sampling(s: SamplingParams) -> None:
     if s.max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens = {s.max_new_tokens}, want at least 0")
+        raise ValueError(f"max_new_tokens = {s.max_new_tokens}, expected at least 0")
     if not (math.isfinite(s.temperature) and s.temperature >= 0):
-        raise ValueError(f"temperature = {s.temperature}, want a finite number of at least 0 (0 is greedy)")
+        raise ValueError(f"temperature = {s.temperature}, expected a finite number of at least 0 (0 is greedy)")
     if not 0 < s.top_p <= 1:
-        raise ValueError(f"top_p = {s.top_p}, want 0 < top_p <= 1")
+        raise ValueError(f"top_p = {s.top_p}, expected 0 < top_p <= 1")
     if s.top_k < 1 and s.top_k != -1:
-        raise ValueError(f"top_k = {s.top_k}, want -1 (whole vocabulary) or at least 1")
+        raise ValueError(f"top_k = {s.top_k}, expected -1 (whole vocabulary) or at least 1")
     if not 0 <= s.min_p <= 1:
-        raise ValueError(f"min_p = {s.min_p}, want 0 <= min_p <= 1")
+        raise ValueError(f"min_p = {s.min_p}, expected 0 <= min_p <= 1")
 
 
 def _sampling_to_json(s: SamplingParams, n: int, ignore_eos: bool) -> Json:
@@ -259,7 +259,7 @@ class GenerateReply:
         ids = np.asarray(need(top, "output_ids", GENERATE), dtype=np.int64)
         r, matched = len(ids), reason.get("matched")
         if need(meta, "completion_tokens", GENERATE) != r:
-            raise ValueError(f"{GENERATE}: {r} output_ids but completion_tokens = {meta['completion_tokens']}")
+            raise ValueError(f"{GENERATE}: {r} output_ids, but completion_tokens = {meta['completion_tokens']}")
         logprobs = None
         if "output_token_logprobs" in meta or (want_logprobs and r):
             logprobs = read_logprobs(need(meta, "output_token_logprobs", GENERATE), ids)
@@ -306,8 +306,8 @@ def check_ids(body: object, ids: Sequence[str]) -> None:
                 else f"has id {got!r}, which this request did not send"
             )
             raise ValueError(
-                f"{GENERATE}: reply {i} of {len(rows)} {what}: the server, or a proxy in front of it, replies "
-                "twice, or does not keep the order or the rid of requests"
+                f"{GENERATE}: reply {i} of {len(rows)} {what}: the server, or a proxy in front of it, duplicates "
+                "replies, or changes the order or the rid of requests"
             )
 
 
@@ -316,7 +316,7 @@ def replies_from_json(body: object, *, want: int, want_logprobs: bool) -> list[G
     for another number of samples."""
     rows = body if isinstance(body, list) else [body]
     if len(rows) != want:
-        raise ValueError(f"{GENERATE}: the reply has {len(rows)} samples, {want} were requested")
+        raise ValueError(f"{GENERATE}: the reply has {len(rows)} samples, but {want} were requested")
     return [GenerateReply.from_json(r, want_logprobs=want_logprobs) for r in rows]
 
 
@@ -326,8 +326,8 @@ def check_prompts(request: GenerateRequest, vocabulary: int) -> None:
         low, high = min(ids), max(ids)
         if low < 0 or high >= vocabulary:
             raise ValueError(
-                f"prompt {i} of {len(request.input_ids)} has token {low if low < 0 else high}, the model's are 0 to "
-                f"{vocabulary - 1}: give the tokenizer or environment of this model"
+                f"prompt {i} of {len(request.input_ids)} has token {low if low < 0 else high}, but the model's "
+                f"tokens are 0 to {vocabulary - 1}: use this model's tokenizer, and an environment that uses it"
             )
 
 
@@ -337,15 +337,15 @@ def check_tokens(replies: Sequence[GenerateReply], request: GenerateRequest, voc
     for i, reply in enumerate(replies):
         asked, got = request.sampling[i // request.n].max_new_tokens, len(reply.output_ids)
         if got > asked:
-            raise ValueError(f"{GENERATE}: reply {i} has {got} tokens, {asked} were requested")
+            raise ValueError(f"{GENERATE}: reply {i} has {got} tokens, but {asked} were requested")
         if not got:
             continue
         low, high = int(reply.output_ids.min()), int(reply.output_ids.max())
         if low < 0 or (vocabulary is not None and high >= vocabulary):
             size = "0 and more" if vocabulary is None else f"0 to {vocabulary - 1}"
             raise ValueError(
-                f"{GENERATE}: reply {i} has token {low if low < 0 else high}, the model's are {size}: does the server "
-                "serve another model?"
+                f"{GENERATE}: reply {i} has token {low if low < 0 else high}, but the model's tokens are {size}: "
+                "check that the server serves this model"
             )
 
 
@@ -366,7 +366,7 @@ def read_logprobs(rows: Sequence[Sequence[Any]], ids: NDArray[np.int64]) -> NDAr
     out = np.fromiter(map(itemgetter(0), rows), dtype=np.float32, count=len(rows))
     of = np.fromiter(map(itemgetter(1), rows), dtype=np.int64, count=len(rows))
     if not np.array_equal(of, ids):
-        raise ValueError(f"{GENERATE}: the {len(of)} log-probs belong to other tokens than the {len(ids)} of the text")
+        raise ValueError(f"{GENERATE}: the {len(of)} log-probs do not belong to the {len(ids)} tokens of the text")
     if not np.isfinite(out).all():
         raise ValueError(f"{GENERATE}: a log-prob of token {int(of[~np.isfinite(out)][0])} is not finite")
     return out
@@ -380,5 +380,5 @@ def read_spans(rows: Sequence[Mapping[str, Any]], r: int) -> tuple[WireSpan, ...
     spans = _wire_spans(rows)
     edges = [0, *(s.end for s in spans)]
     if edges[-1] != r or any(s.start != e for s, e in zip(spans, edges, strict=False)):
-        raise ValueError(f"{GENERATE}: weight_versions {list(spans)} do not tile {r} response tokens")
+        raise ValueError(f"{GENERATE}: weight_versions {list(spans)} do not cover {r} response tokens")
     return spans

@@ -16,7 +16,7 @@ Text = Annotated[str, BeforeValidator(lambda text: str(text or ""))]  # null and
 def an_object(value: object, endpoint: str) -> Mapping[str, Any]:
     """`value` as a JSON object. Raises ValueError naming the endpoint if it is something else."""
     if not isinstance(value, dict):
-        raise ValueError(f"{endpoint}: the reply holds {type(value).__name__} where an object was expected")
+        raise ValueError(f"{endpoint}: the reply is a {type(value).__name__}, expected an object")
     return value
 
 

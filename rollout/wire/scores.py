@@ -66,7 +66,7 @@ def prompt_scores(body: object, tokens: NDArray[np.int64], *, start: int = 0, to
     meta = an_object(need(an_object(body, GENERATE), "meta_info", GENERATE), GENERATE)
     rows, tokens = need(meta, "input_token_logprobs", GENERATE), tokens[start:]
     if len(rows) != len(tokens):
-        raise ValueError(f"{GENERATE}: input_token_logprobs has {len(rows)} tokens, {len(tokens)} were requested")
+        raise ValueError(f"{GENERATE}: input_token_logprobs has {len(rows)} tokens, but {len(tokens)} were requested")
     # stock SGLang reports token 0 for the vocabulary's last token, as it does for an image; the log-prob is right
     reported = tokens[1:].copy()
     reported[[i for i, row in enumerate(rows[1:]) if row[1] == 0]] = 0
@@ -81,12 +81,12 @@ def _top(rows: Sequence[Any], places: int, top: int) -> PromptTop:
     if len(rows) != places or any(row is None or len(row) != top for row in rows[1:]):
         counts = sorted({0 if row is None else len(row) for row in rows[1:]})
         raise ValueError(
-            f"{GENERATE}: input_top_logprobs has {len(rows)} positions of {counts} candidates, expected {places} of "
-            f"{top}: is top_k above the server's vocabulary?"
+            f"{GENERATE}: input_top_logprobs has {len(rows)} positions of {counts} candidates, expected {places} "
+            f"of {top}: lower distillation.top_k if it exceeds the server's vocabulary"
         )
     shape = (places - 1, top)
     ids = np.array([[entry[1] for entry in row] for row in rows[1:]], np.int64).reshape(shape)
     values = np.array([[entry[0] for entry in row] for row in rows[1:]], np.float32).reshape(shape)
     if not np.isfinite(values).all():
-        raise ValueError(f"{GENERATE}: a log-prob among the {top} likeliest of a position is not finite")
+        raise ValueError(f"{GENERATE}: a log-prob among the {top} most likely tokens of a position is not finite")
     return PromptTop(ids, values)

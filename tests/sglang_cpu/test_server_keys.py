@@ -96,7 +96,7 @@ def test_the_run_publishes_and_asks_with_it(served: Served) -> None:
             await client.close()
 
     assert asyncio.run(version(KEY)) == 5
-    with pytest.raises(RolloutError, match="HTTP 401: Unauthorized; give the server's key by"):
+    with pytest.raises(RolloutError, match="HTTP 401: Unauthorized; pass the server's key with"):
         asyncio.run(version(None))
     with pytest.raises(RolloutError, match="HTTP 401"):
         ServerSet([served.url], 60).checksums()
