@@ -1,5 +1,5 @@
 """Errors of commands and of the Python API. A command prints an error that the user can fix as one sentence, and a
-fault of this program with the log that has its traceback; both end with status 2. The Python API raises the first as
+internal error with the log that has its traceback; both end with status 2. The Python API raises the first as
 `UserError` and leaves the second as it is."""
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def user_errors() -> Iterator[None]:
 @contextlib.contextmanager
 def one_sentence(logs: Path | None = None) -> Iterator[None]:
     """Print an error raised inside as a sentence and raise `typer.Exit`. Its traceback is written to driver.log in
-    `logs` if that directory exists, and otherwise, for a fault of this program, to a temporary file.
+    `logs` if that directory exists, and otherwise, for an internal error, to a temporary file.
 
     Functions raise ValueError, RuntimeError, OSError and MemoryError, with a message, for mistakes of the user and for
-    failed processes. Any other exception, or one of these without a message, is a fault of this program.
+    failed processes. Any other exception, or one of these without a message, is an internal error.
     """
     try:
         yield
@@ -79,7 +79,7 @@ def sentence(error: Exception) -> str:
 
 
 def fault(error: Exception, log: Path | None) -> str:
-    """The sentence for a fault of this program."""
+    """The sentence for an internal error."""
     words = sentence(error)
     named = f"{type(error).__name__}: {words[:500]}" if words else type(error).__name__
     where = f"{log} has the traceback" if log is not None else "the traceback could not be written"

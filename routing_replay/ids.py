@@ -75,15 +75,15 @@ def check_ids(ids: Ids, layers: Sequence[int], num_experts: int, *, sample: str,
     zero = [i for i in np.flatnonzero(ids[0].max(-1) == 0).tolist() if not ids[:, i].any()]
     if zero and (k > 1 or (len(zero) == count and rows * count * math.log2(num_experts) > 64)):
         which = where(sample, [layers[i] for i in zero], start)
-        raise ValueError(f"{which}: all {rows} rows are zeros: the engine captured no routes there")
+        raise ValueError(f"{which}: all {rows} rows are zeros, because the engine captured no routes there")
     if out_of_range(ids, num_experts):
         row, col = divmod(int(np.argmax(((ids < 0) | (ids >= num_experts)).any(-1))), count)
         which = where(sample, [layers[col]], start + row)
-        raise ValueError(f"{which}: ids {ids[row, col].tolist()} outside 0..{num_experts - 1}")
+        raise ValueError(f"{which}: ids {ids[row, col].tolist()} are not all within 0..{num_experts - 1}")
     if (twice := repeat(ids)) is not None:
         row, col = divmod(twice, count)
         which = where(sample, [layers[col]], start + row)
-        raise ValueError(f"{which}: an expert twice in {ids[row, col].tolist()}")
+        raise ValueError(f"{which}: {ids[row, col].tolist()} has an expert twice")
 
 
 def out_of_range(ids: Ids, num_experts: int) -> bool:

@@ -142,9 +142,9 @@ def _raw(payload: Base64, rows: int, num_layers: int, top_k: int, sample: str, k
     want = rows * row_bytes
     if len(raw) != want:
         raise ValueError(
-            f"sample {sample}: {key} has {len(raw)} bytes = {len(raw) / row_bytes:g} rows; its tokens need "
-            f"{rows} rows x {num_layers} layers x {top_k} experts x {WIRE_BYTES} = {want}: a row is "
-            f"{'missing' if len(raw) < want else 'superfluous'}"
+            f"sample {sample}: {key} has {len(raw)} bytes = {len(raw) / row_bytes:g} rows, but its tokens need "
+            f"{rows} rows x {num_layers} layers x {top_k} experts x {WIRE_BYTES} = {want}: "
+            f"{'rows are missing' if len(raw) < want else 'there are too many rows'}"
         )
     return raw
 

@@ -38,8 +38,8 @@ def gathered(stream: Iterable[NamedTensor], fused: Fused) -> Iterator[NamedTenso
     for group, held in waiting.items():
         missing = next(n for n in group if n not in held)
         raise ValueError(
-            f"the weights to publish have {next(iter(held))} but not {missing}; a rollout engine loads the two only "
-            "within one request: publish both"
+            f"the weights to publish have {next(iter(held))} but not {missing}; a rollout engine loads the two "
+            "only in one request: publish both"
         )
 
 
@@ -57,7 +57,7 @@ def cut(stream: Iterable[tuple[str, Any]], bucket_bytes: int, fused: Fused = ())
     unit: str | int = ""
     for name, tensor in stream:
         if name in seen:
-            raise ValueError(f"tensor {name!r} occurs twice in the weights to publish")
+            raise ValueError(f"tensor {name!r} occurs twice in the weights to publish: pass each tensor once")
         seen.add(name)
         module = _module(name)
         before, unit = unit, unit_of.get(module, module)

@@ -84,8 +84,8 @@ class Segment:
             self._remove()
             raise OSError(
                 e.errno,
-                f"{DIRECTORY} has no room for a segment of {size:,} bytes ({e.strerror}): enlarge it (--shm-size or "
-                "--ipc host of a container), lower publish.bucket_bytes, or set publish.path = 'disk'",
+                f"{DIRECTORY} has no space for a segment of {size:,} bytes ({e.strerror}): enlarge it (--shm-size "
+                "or --ipc host of a container), lower publish.bucket_bytes, or set publish.path = 'disk'",
             ) from e
         finally:
             os.close(fd)

@@ -175,7 +175,7 @@ class GroupTransport:
         except RuntimeError as e:  # of the group
             membership.leave()
             answers.result_of(asked)
-            raise RolloutError(f"the process group of the weights failed: {first_line(e)}") from e
+            raise RolloutError(f"the process group for weights failed: {first_line(e)}") from e
         self._pool.give_back(buffer)
 
     def _joined(self, servers: ServerSet) -> _Membership:
@@ -206,7 +206,7 @@ class GroupTransport:
         except RuntimeError as e:
             answers.result_of(asked)
             raise RolloutError(
-                f"the process group of the weights was not made within {target.timeout_s:g} s "
+                f"the process group for weights was not formed within {target.timeout_s:g} s "
                 f"(rollout.request_timeout_s): {first_line(e)}"
             ) from e
         membership = _Membership(name, store[0], members)
@@ -255,7 +255,7 @@ def listener(host: str) -> socket.socket:
             return socket.create_server((host, free_port(host)), family=_family(host))
         except OSError as e:
             error = e
-    raise RolloutError(f"no port of {host} can be bound for the process group of the weights: {error}")
+    raise RolloutError(f"no port of {host} can be bound for the process group for weights: {error}")
 
 
 def _family(host: str) -> socket.AddressFamily:

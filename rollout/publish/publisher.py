@@ -103,7 +103,7 @@ class TensorPublisher:
     def _publish(self, servers: ServerSet, buckets: Iterator[Bucket], version: int) -> Sent:
         held = self._ahead(buckets)
         if not held and not self._sent.seen:
-            raise ValueError("no weights to publish: the stream is empty")
+            raise ValueError("there are no weights to publish: the stream is empty")
         began, self._stage = time.perf_counter(), Stage.PAUSED
         servers.ask(endpoints.PAUSE, PauseRequest(mode=self._mode).to_json())
         nbytes, checksums = self._update(servers, itertools.chain(emptying(held), buckets), version)
@@ -137,8 +137,8 @@ class TensorPublisher:
                 serve_again([fault.url for fault in servers.lost if fault.answers], self._target, None)
             case Stage.ENDING | Stage.CHANGED:
                 return (
-                    "The servers stay paused because they may hold parts of two versions: restart them, or restart the "
-                    "run with --resume"
+                    "The servers remain paused because they may have parts of two versions: restart them, or "
+                    "restart the run with --resume"
                 )
         return OLD_SERVED
 
@@ -245,7 +245,7 @@ def compare_replies(
     if others:
         apart = {
             url: RolloutError(
-                f"servers {first} and {url} hold different weights "
+                f"servers {first} and {url} have different weights "
                 f"({_differing(replies[first].tensors, reply.tensors)})"
             )
             for url, reply in replies.items()
@@ -262,7 +262,7 @@ def _unlike(url: str, reply: ChecksumReply, sent: Mapping[str, str]) -> RolloutE
     if all(sent.get(n) == c for n, c in held.items()):
         return None
     which = _differing({n: sent.get(n) for n in held}, held)
-    return RolloutError(f"server {url} holds weights that differ from those sent ({which})")
+    return RolloutError(f"server {url} has weights that differ from those sent ({which})")
 
 
 def _differing(a: Mapping[str, str | None], b: Mapping[str, str]) -> str:

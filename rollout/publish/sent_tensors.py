@@ -37,7 +37,7 @@ class SentTensors:
             tensors = list(module)
             hashes = {name: content_hash(tensor.detach().cpu()) for name, tensor in tensors}
             if again := {name for name, _ in tensors if name in self._next}:  # `cut` sees what is sent only
-                raise ValueError(f"tensor {min(again)!r} occurs twice in the weights to publish")
+                raise ValueError(f"tensor {min(again)!r} occurs twice in the weights to publish: pass each tensor once")
             if any(self._held.get(name) != found for name, found in hashes.items()):
                 yield from tensors
             self._next |= hashes

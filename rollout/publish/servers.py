@@ -36,7 +36,7 @@ _JSON = {"content-type": "application/json"}
 _PIECE = 1 << 20  # bytes of a body that are written at once
 _GIVE_UP_S = 10.0  # for a server to drop an update
 OLD_SERVED = (
-    "The servers that answer still serve the version before: restart the others, or restart the run with --resume"
+    "The servers that answer still serve the previous version: restart the others, or restart the run with --resume"
 )
 
 Settled = Callable[[str, RolloutError | None], None]
@@ -64,7 +64,7 @@ def _as_it_is(url: str, endpoint: str, answer: Any) -> Any:
 def _succeeded(url: str, endpoint: str, answer: Any) -> None:
     outcome = _parsed(url, Outcome.from_json, answer, endpoint)
     if not outcome.success:
-        raise RolloutError(f"server {url} refused {endpoint}: {outcome.message}")
+        raise RolloutError(f"server {url} rejected {endpoint}: {outcome.message}")
 
 
 class ServerSet:
@@ -268,8 +268,8 @@ def check_versions(servers: ServerSet, version: int, *, kind: str) -> None:
         served = _parsed(url, _version_of, answer, endpoint)
         if served.isdecimal() and int(served) > version:
             raise RolloutError(
-                f"server {url} serves version {served}, which is later: publish a version from {served} on, or restart "
-                "the server"
+                f"server {url} already serves the later version {served}: publish version {served} or later, or "
+                "restart the server"
             )
 
     servers.get(vllm_endpoints.WEIGHT_INFO if kind == "vllm" else endpoints.MODEL_INFO, earlier)

@@ -306,7 +306,7 @@ class SGLangClient(ServerClient):
             check_ids(body, request.reply_ids)
             return self._reader.scores(sequences, body if isinstance(body, list) else [body])
         except ValueError as e:
-            raise RolloutError(f"server {self.url} sent scores that cannot be used: {e}") from e
+            raise RolloutError(f"server {self.url} returned invalid scores: {e}") from e
 
     def _scoring(self, sequences: Sequence[Tensor]) -> GenerateRequest:
         """Of all tokens of each sequence, and of their routes."""
@@ -337,7 +337,7 @@ class SGLangClient(ServerClient):
             pairs = zip(replies, sequences, strict=True)
             return [prompt_scores(r, t.numpy(), start=start, top=top) for r, t in pairs]
         except ValueError as e:
-            raise RolloutError(f"server {self.url} sent scores that cannot be used: {e}") from e
+            raise RolloutError(f"server {self.url} returned invalid scores: {e}") from e
 
     async def layer_states(self, text: Tensor, *, values: int) -> tuple[Tensor, RoutingTrace | None]:
         """The residual stream of a text [S] at every layer, [S, 2L+1, H] fp32 (rollout/wire/layer_states.py), and its

@@ -10,7 +10,7 @@ from miles_like.command_errors import is_foreseen, sentence
 from tests.fuzz.pool import Outcome
 from tests.support.cli_runner import CliRunner
 
-FAULT = "fault of this program"
+FAULT = "internal error of miles-like"
 
 
 def command(*argv: str) -> Outcome:

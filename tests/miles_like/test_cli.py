@@ -116,7 +116,10 @@ def test_a_fault_of_the_program_says_so_and_names_the_log_with_its_traceback(
             raise error
         message = capsys.readouterr().err
         assert stopped.value.exit_code == 2
-        assert f"a fault of this program ({type(error).__name__}" in message and str(tmp_path / "driver.log") in message
+        assert (
+            f"internal error of miles-like ({type(error).__name__}" in message
+            and str(tmp_path / "driver.log") in message
+        )
         assert type(error).__name__ in (tmp_path / "driver.log").read_text().splitlines()[-1]
         with pytest.raises(typer.Exit), one_sentence():
             raise error

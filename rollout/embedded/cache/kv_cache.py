@@ -36,7 +36,7 @@ class KVCache:
         """routes, gates: whether to keep expert ids, and gate weights. prefixes: whether released pages can be found by
         their prefix. Raises ValueError when the slots do not fill a page, and for gates without routes."""
         if slots < page:
-            raise ValueError(f"{slots} cache slots are less than one page of {page}: raise max_total_tokens")
+            raise ValueError(f"{slots} cache slots are fewer than one page of {page}: raise max_total_tokens")
         if gates and not routes:
             raise ValueError("gate weights need the expert ids: start with --enable-return-routed-experts")
         self.page = page
@@ -63,7 +63,7 @@ class KVCache:
 
     def take(self, n: int) -> list[int]:
         """Allocates `n` pages with one user each; at most `free_pages`."""
-        assert n <= len(self._free), f"{n} pages asked for, {len(self._free)} free"
+        assert n <= len(self._free), f"{n} pages were requested, but only {len(self._free)} are free"
         out = [self._free.popitem(last=False)[0] for _ in range(n)]
         for p in out:
             self._users[p] = 1

@@ -117,21 +117,26 @@ class Engine:
         p, arch = len(spec.token_ids), self.model.arch
         if spec.limit > self.limits.context_length:
             raise ValueError(
-                f"{p} prompt tokens and max_new_tokens = {spec.sampling.max_new_tokens} make {spec.limit}, over "
-                f"the context length {self.limits.context_length}: shorten the prompt or lower max_new_tokens"
+                f"{p} prompt tokens and max_new_tokens = {spec.sampling.max_new_tokens} make {spec.limit} tokens, "
+                f"more than the context length {self.limits.context_length}: shorten the prompt or lower "
+                "max_new_tokens"
             )
         if spec.routing_start is not None and self._capture is None:
             raise ValueError(
-                "return_routed_experts: this server keeps no expert ids: start it with --enable-return-routed-experts"
+                "return_routed_experts: this server does not keep expert ids: start it with "
+                "--enable-return-routed-experts"
             )
         if spec.gates and not self.limits.gates:
             raise ValueError(
-                "return_routed_weights: this server keeps no gate weights: start it with --enable-return-routed-weights"
+                "return_routed_weights: this server does not keep gate weights: start it with "
+                "--enable-return-routed-weights"
             )
         if spec.states and not self.limits.states:
-            raise ValueError(f"return_layer_states: this server does not give them: start it with {FLAG}")
+            raise ValueError(f"return_layer_states: this server does not return layer states: start it with {FLAG}")
         if spec.top > arch.vocab:
-            raise ValueError(f"top_logprobs_num = {spec.top}, the vocabulary has {arch.vocab} tokens: ask for fewer")
+            raise ValueError(
+                f"top_logprobs_num = {spec.top}, but the vocabulary has {arch.vocab} tokens: request fewer"
+            )
         for what, ids in (("token id", spec.token_ids), ("stop token id", spec.sampling.stop_token_ids)):
             if ids and not (min(ids) >= 0 and max(ids) < arch.vocab):
                 wrong = min(ids) if min(ids) < 0 else max(ids)
@@ -139,8 +144,8 @@ class Engine:
         need, have = self._admission.slots_needed(spec), self.cache.pages * self.cache.page
         if need > have:
             raise ValueError(
-                f"a sample of {spec.limit} tokens needs {need} cache slots, the cache has {have}: "
-                "raise max_total_tokens or lower max_new_tokens"
+                f"a sample of {spec.limit} tokens needs {need} cache slots, but the cache has {have}: raise "
+                "max_total_tokens or lower max_new_tokens"
             )
         for what, start, lowest in (
             ("logprob_start_len", spec.logprob_start, -1),

@@ -151,8 +151,8 @@ def specs_of(request: GenerateRequest) -> list[PromptSpec]:
     scored = request.logprob_start_len >= 0 and not any(s.max_new_tokens for s in request.sampling)
     if request.return_logprob and request.top_logprobs_num and not scored:
         raise ValueError(
-            f"top_logprobs_num = {request.top_logprobs_num} is served for prompts that are only scored: send "
-            "max_new_tokens = 0 and a logprob_start_len of 0 or more, or leave it out"
+            f"top_logprobs_num = {request.top_logprobs_num} is only supported for prompts that are scored: send "
+            "max_new_tokens = 0 and a logprob_start_len of 0 or more, or remove it"
         )
     if request.return_layer_states and (why := _states_refusal(request)):
         raise ValueError(f"return_layer_states: {why}")
@@ -179,9 +179,9 @@ def _states_refusal(request: GenerateRequest) -> str:
     """Why a request for states of layers is refused; empty if it is not. Every token must be fed, none be cached."""
     if any(s.max_new_tokens for s in request.sampling) or request.logprob_start_len or not request.return_logprob:
         return (
-            "they are of prompts that are scored from their first token: send max_new_tokens = 0, "
+            "only prompts that are scored from their first token have them: send max_new_tokens = 0, "
             "return_logprob = true and logprob_start_len = 0"
         )
     if (tokens := sum(map(len, request.input_ids))) > MAX_TOKENS:
-        return f"{tokens:,} tokens in one request, at most {MAX_TOKENS:,}: send a shorter text"
+        return f"{tokens:,} tokens in one request, but at most {MAX_TOKENS:,} are supported: send a shorter text"
     return ""

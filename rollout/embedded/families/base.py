@@ -48,7 +48,7 @@ class Family:
         for key in COUNTS:
             count = config.get(key)
             if count is not None and (type(count) is not int or count < 0):
-                raise ValueError(f"config.json has {key} = {count!r}: want a whole number")
+                raise ValueError(f"config.json has {key} = {count!r}: expected an integer")
         for option, values in (ALWAYS | dict(self.only)).items():
             got = config.get(option, values[0])
             if got not in values:
@@ -100,7 +100,7 @@ def grouped(
         raise ValueError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
     if dim < 2 or dim % 2 or dim > head:
         raise ValueError(
-            f"partial_rotary_factor = {rotary} of head_dim = {head} rotates {dim} channels: want an even number"
+            f"partial_rotary_factor = {rotary} of head_dim = {head} rotates {dim} channels: expected an even number"
         )
     return GroupedAttention(
         heads=heads,
@@ -182,12 +182,18 @@ def _checked(moe: Moe | None) -> Moe | None:
     r, experts = moe.router, moe.experts
     if experts % r.groups or r.group_topk > r.groups:
         raise ValueError(
-            f"{experts} experts in n_group = {r.groups}, topk_group = {r.group_topk}: "
-            "groups must divide the experts and topk_group must not exceed n_group"
+            f"config.json has {experts} experts, n_group = {r.groups} and topk_group = {r.group_topk}: n_group "
+            "must divide the number of experts, and topk_group must not exceed n_group"
         )
     open_experts = experts // r.groups * r.group_topk
     if r.top_k > open_experts:
-        raise ValueError(f"num_experts_per_tok = {r.top_k} exceeds the {open_experts} experts of the selected groups")
+        raise ValueError(
+            f"config.json has num_experts_per_tok = {r.top_k}, more than the {open_experts} experts of the "
+            "selected groups"
+        )
     if r.groups > 1 and experts // r.groups < 2:
-        raise ValueError(f"{experts} experts in {r.groups} groups: a group is scored by two experts")
+        raise ValueError(
+            f"config.json has {experts} experts in {r.groups} groups: each group needs at least 2 experts, whose "
+            "scores are its score"
+        )
     return moe

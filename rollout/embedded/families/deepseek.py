@@ -13,7 +13,10 @@ def _attention(config: HFConfig) -> LatentAttention:
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     if kv_heads != heads:
-        raise ValueError(f"num_key_value_heads = {kv_heads}; latent attention has one for each of {heads} heads")
+        raise ValueError(
+            f"config.json has num_key_value_heads = {kv_heads}, but latent attention needs one for each of "
+            f"{heads} heads"
+        )
     return LatentAttention(
         heads=heads,
         q_lora=config.get("q_lora_rank"),

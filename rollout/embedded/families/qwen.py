@@ -16,7 +16,7 @@ _ONLY: dict[str, tuple[object, ...]] = {
 def _attention(config: HFConfig, default_head: int | None = None) -> GroupedAttention:
     rotary = float(rope_keys(config).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
     if rotary != 1.0:
-        raise ValueError(f"config.json has partial_rotary_factor = {rotary}; Qwen3 rotates whole heads (1.0)")
+        raise ValueError(f"config.json has partial_rotary_factor = {rotary}, but Qwen3 rotates whole heads (1.0)")
     return grouped(
         config,
         head=head_dim(config, default_head),

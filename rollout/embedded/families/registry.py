@@ -31,6 +31,6 @@ def _architecture_of(config: HFConfig, eos_ids: tuple[int, ...] | None) -> Archi
         if kind == family.architecture or (kind is None and model_type in family.model_types):
             return family.read(config, eos_ids)
     raise ValueError(
-        f"the embedded engine supports {', '.join(sorted(FAMILIES))}, not {kind} (model_type {model_type}); "
-        "serve that model with rollout.engine = sglang"
+        f"the embedded engine supports {', '.join(sorted(FAMILIES))}, not {kind} (model_type {model_type}): set "
+        "rollout.engine = 'sglang' for this model"
     )

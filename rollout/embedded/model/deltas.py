@@ -36,8 +36,8 @@ def read_delta(checkpoint: HFCheckpoint, store: WeightStore) -> ReadDelta:
     for names, which in ((every - found, "lacks"), (found - every, "has too much:")):
         if names:
             raise ValueError(
-                f"the weight differences in {checkpoint.path} {which} {min(names)} ({len(names)} tensors in all), so "
-                "that they are not of this model: publish the whole weights"
+                f"the weight differences in {checkpoint.path} {which} {min(names)} ({len(names)} tensors in all), "
+                "so they do not belong to this model: publish the whole weights"
             )
 
     def changed() -> Iterator[tuple[str, Tensor]]:

@@ -105,5 +105,6 @@ def check_agreement(chosen: Sequence[Tensor], exchange: Exchange) -> None:
     for rank, other in enumerate(all_of_them):
         if other != all_of_them[0]:
             raise RuntimeError(
-                f"rank {rank} of this server chose different experts from rank 0: it has different weights"
+                f"rank {rank} of this server chose different experts from rank 0, because its weights differ: "
+                "restart the server"
             )

@@ -56,7 +56,7 @@ class Model:
         """[T, D] before the last norm. Writes each token's state and expert ids into the cache. states: gets the
         residual stream [T, D] before the first layer, and after the attention and the feed-forward of each."""
         a, w = self.arch, self.weights
-        assert w is not None, "a forward pass without weights"
+        assert w is not None, "a forward pass needs weights: load them first"
         x = embedded(w.embed, batch.tokens, self.slices, self.exchange)
         angles = self.ops.rope_cos_sin(batch.positions, self._inv_freq, a.attention.rope.mscale, self.dtype)
         shape = (len(x), a.layers, a.routed)
@@ -93,7 +93,7 @@ class Model:
         """[T, D] of the last `forward` -> [T, V], or those of `rows` alone; on another rank than the first, columns of
         that rank only."""
         w = self.weights
-        assert w is not None, "logits without weights"
+        assert w is not None, "logits need weights: load them first"
         normed = self.ops.rmsnorm(x if rows is None else x[rows], w.norm, self.arch.norm_eps)
         return columns(self.exchange.gathered_first(self.ops.linear(normed, w.head)))
 

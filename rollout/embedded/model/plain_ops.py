@@ -30,7 +30,7 @@ def linear(x: Tensor, w: Tensor, shards: int = 1) -> Tensor:
 
 def grouped_linear(x: Tensor, w: Tensor, counts: Sequence[int], shards: int = 1) -> Tensor:
     if shards != 1:
-        raise ValueError(f"the plain operations sum an expert's product in one shard, not {shards}")
+        raise ValueError(f"the plain operations support experts in one shard, not in {shards}")
     if not (_aligned(x) and _aligned(w)):
         each = zip(torch.split(x, list(counts)), w, strict=True)
         return torch.cat([F.linear(rows, weight) for rows, weight in each])
@@ -108,5 +108,5 @@ def combine(y: Tensor, token: Tensor, n: int) -> Tensor:
 
 def logprob(logits: Tensor, target: Tensor, shards: int = 1) -> Tensor:
     if shards != 1:
-        raise ValueError(f"the plain operations sum the vocabulary in one shard, not {shards}")
+        raise ValueError(f"the plain operations support the vocabulary in one shard, not in {shards}")
     return torch.log_softmax(logits.float(), -1).gather(-1, target[:, None])[:, 0]

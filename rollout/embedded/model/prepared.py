@@ -109,8 +109,8 @@ class _Builder:
         self.store = store
         if options.rounds_inputs and store.spec is None:
             raise ValueError(
-                "the inputs of quantized linears are to be rounded, but the checkpoint has no quantization_config: "
-                "serve a quantized one, or set precision.activations = 'none'"
+                "precision.activations rounds the inputs of quantized linears, but the checkpoint has no "
+                "quantization_config: serve a quantized checkpoint, or set precision.activations = 'none'"
             )
         self.inputs = activation_codec(store.spec) if options.rounds_inputs and store.spec is not None else None
 
@@ -151,8 +151,8 @@ class _Builder:
         if self.inputs is not None and (some := [n for n in names if self.store.is_coded(n)]):
             other = next(n for n in names if not self.store.is_coded(n))
             raise ValueError(
-                f"{some[0]} is quantized and {other} is not: with precision.activations = 'fp8' the experts of a layer "
-                "are quantized alike; exclude all of them (ignore), or none"
+                f"{some[0]} is quantized and {other} is not: with precision.activations = 'fp8', either all "
+                "experts of a layer or none must be quantized: change the ignore rules"
             )
         rows, columns = self.store.shape(names[0])
         dense = torch.empty(len(names), rows, columns, dtype=self.options.product_dtype)

@@ -80,7 +80,9 @@ class Slices:
     def check(self) -> None:
         """Raises ValueError, with both numbers, where the model does not divide."""
         if self.tp % self.ep:
-            raise ValueError(f"tp_size = {self.tp} ranks do not divide into ep_size = {self.ep} groups: give a divisor")
+            raise ValueError(
+                f"tp_size = {self.tp} ranks are not divisible into ep_size = {self.ep} groups: choose a divisor"
+            )
         a, moe = self.arch.attention, self.arch.moe if self.arch.moe_layers else None
         sizes = {"num_attention_heads": a.heads, "hidden_size": self.arch.hidden, "vocab_size": self.arch.vocab}
         if isinstance(a, GroupedAttention):
@@ -104,4 +106,4 @@ def _part(n: int, i: int, parts: int) -> range:
 def _check_divides(sizes: Mapping[str, int], ranks: int, key: str) -> None:
     for what, n in sizes.items():
         if n % ranks:
-            raise ValueError(f"{what} = {n} does not divide over {key} = {ranks} ranks of a server: give a divisor")
+            raise ValueError(f"{what} = {n} is not divisible by {key} = {ranks} ranks of a server: choose a divisor")

@@ -125,27 +125,29 @@ class WeightStore:
             if not covered:
                 raise ValueError(
                     f"{name} is a stored tensor of {self.spec.format} weights, but the quantization_config of the "
-                    f"served checkpoint leaves {weight} unquantized: publish with its ignore rules"
+                    f"served checkpoint leaves {weight} unquantized: publish with the ignore rules of the "
+                    "checkpoint"
                 )
             self._codec.adopt_tensor(weight, coded[1], tensor, want)
         return self._stored_rows(weight, coded and coded[1], tensor, self.slices)
 
     def _check_plain(self, name: str, tensor: Tensor, want: tuple[int, ...], covered: bool) -> None:
         if tuple(tensor.shape) != want:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, this model needs {list(want)}")
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, but this model needs {list(want)}")
         if tensor.dtype not in _FLOATS:
             raise ValueError(f"{name} is {tensor.dtype}: weights are float32, bfloat16, float16 or quantized parts")
         if covered:
             assert self.spec is not None
             raise ValueError(
                 f"{name} is {tensor.dtype}, but the quantization_config of the served checkpoint requires "
-                f"{self.spec.format} codes: publish in that format, or have its ignore rules name this module"
+                f"{self.spec.format} codes: publish in that format, or add this module to the checkpoint's ignore "
+                "rules"
             )
 
     def check_finite(self, name: str, tensor: Tensor) -> None:
         if coded_weight_of(self._codec, name, tensor.dtype) is None and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
-            raise ValueError(f"{name} has {bad} values that are not finite")
+            raise ValueError(f"{name} has {bad} non-finite values: check the trainer's weights")
 
     def _stored_rows(self, weight: str, leaf: str | None, tensor: Tensor, slices: Slices) -> range | None:
         """The rows of a whole stored tensor, of codes its `leaf`, that belong to `slices`; None: they hold nothing of
@@ -218,12 +220,12 @@ class WeightStore:
         mine = {n for n, shape in self._expected.items() if self.spec is not None and self.spec.covers(n, shape)}
         theirs = {n for n, shape in self._expected.items() if spec is not None and spec.covers(n, shape)}
         if (own := _describe(self.spec)) != (other := _describe(spec)):
-            raise ValueError(f"{where} holds {other}, this server serves {own}: start a server for it")
+            raise ValueError(f"{where} has {other}, but this server serves {own}: start a server for it")
         if differing := sorted(mine ^ theirs):
             only = "there" if differing[0] in theirs else "here"
             raise ValueError(
-                f"{where} quantizes {len(theirs)} weights, this server {len(mine)}: {differing[0]} only {only}; "
-                "start a server for it"
+                f"{where} quantizes {len(theirs)} weights, but this server {len(mine)}: {differing[0]} only "
+                f"{only}; start a server for it"
             )
 
     # ---- held tensors
@@ -359,7 +361,7 @@ class UpdateSession:
                 return False
             self.store.check(name, tensor)
             if name in self.received:
-                raise ValueError(f"{name} was sent twice in one update")
+                raise ValueError(f"{name} was sent twice in one update: send each tensor once")
         except ValueError as e:
             self.refused = self.refused or str(e)
             raise
@@ -375,7 +377,7 @@ class UpdateSession:
             for name, tensor in held.items():
                 self.store.check_finite(name, tensor)
                 if name in self.staged:
-                    raise ValueError(f"{name} was sent twice in one update")
+                    raise ValueError(f"{name} was sent twice in one update: send each tensor once")
                 self.staged[name] = tensor
         except ValueError as e:
             self.refused = self.refused or str(e)
@@ -385,9 +387,10 @@ class UpdateSession:
         """The weights to replace. Raises ValueError when a tensor was refused, codes have no scale, or a piece has not
         come."""
         if self.refused:
-            raise ValueError(f"the update is dropped, the old weights stay: {self.refused}")
+            raise ValueError(f"the update was dropped and the old weights remain: {self.refused}")
         if self.pieces and len(self.pieces) < self.of_pieces:
             raise ValueError(
-                f"the update is dropped, the old weights stay: {len(self.pieces)} of {self.of_pieces} pieces have come"
+                f"the update was dropped and the old weights remain: only {len(self.pieces)} of "
+                f"{self.of_pieces} pieces arrived"
             )
         return self.store.pair(self.staged.items())  # tensors were checked in `add`

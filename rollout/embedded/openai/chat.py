@@ -41,8 +41,8 @@ class ChatTemplate:
         tokenizer = self._tokenizer()
         if not tokenizer.chat_template:
             raise BadRequest(
-                f"the tokenizer of {self._directory} has no chat template, which makes a prompt of messages: use "
-                "/v1/completions, or put the model's chat_template.jinja beside its weights",
+                f"the tokenizer of {self._directory} has no chat template, which turns messages into a prompt: "
+                "use /v1/completions, or put the model's chat_template.jinja beside its weights",
                 "messages",
             )
         return str(tokenizer.get_chat_template(tools=[{}] if tools else None))
@@ -55,11 +55,12 @@ class ChatTemplate:
         template = self._template(tools=True)
         used = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
         if "tools" not in used:
-            raise BadRequest(f"the chat template of {self._directory} has no place for tools: send none", "tools")
+            raise BadRequest(f"the chat template of {self._directory} does not support tools: send none", "tools")
         if (form := form_of(template)) is None:
             raise BadRequest(
-                f"the chat template of {self._directory} has tools, but writes their calls in none of the known forms "
-                f"({', '.join(f.name for f in FORMS)}): describe the tools in a message, or use /v1/completions",
+                f"the chat template of {self._directory} supports tools, but writes tool calls in none of the "
+                f"known forms ({', '.join(f.name for f in FORMS)}): describe the tools in a message, or use "
+                "/v1/completions",
                 "tools",
             )
         return form
@@ -70,7 +71,7 @@ class ChatTemplate:
         tokenizer = self._tokenizer()
         own = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"}
         if taken := own & more.keys():  # `chat_template` among them, a program
-            what = f"chat_template_kwargs.{min(taken)} is no variable of the template: leave it out"
+            what = f"chat_template_kwargs.{min(taken)} is not a variable of the template: remove it"
             raise BadRequest(what, "chat_template_kwargs")
         conversation = [_message(m, i) for i, m in enumerate(messages)]
         try:
@@ -93,7 +94,7 @@ def check_tools(tools: Sequence[Json]) -> None:
             or not isinstance(function.get("name"), str)
         ):
             want = '{"type": "function", "function": {"name": ...}}'
-            raise BadRequest(f"tools[{i}] is no function: want {want}", "tools")
+            raise BadRequest(f"tools[{i}] is not a function: expected {want}", "tools")
 
 
 def _message(given: Json, i: int) -> Json:
@@ -102,16 +103,16 @@ def _message(given: Json, i: int) -> Json:
     out = {k: v for k, v in given.items() if v is not None}
     role = out.get("role")
     if role not in _ROLES:
-        raise BadRequest(f"{where}.role = {role!r}, want one of {', '.join(_ROLES)}", "messages")
+        raise BadRequest(f"{where}.role = {role!r}, expected one of {', '.join(_ROLES)}", "messages")
     if unknown := out.keys() - _KEYS:
-        raise BadRequest(f"{where}.{min(unknown)} is not served: leave it out", "messages")
+        raise BadRequest(f"{where}.{min(unknown)} is not supported: remove it", "messages")
     if role == "developer":  # OpenAI's later name, which templates do not know
         out["role"] = "system"
     out["content"] = _text(out.get("content"), where)
     if "tool_calls" in out:
         out["tool_calls"] = _calls(out["tool_calls"], where)
     elif "content" not in given:
-        raise BadRequest(f"{where} has no content", "messages")
+        raise BadRequest(f"{where} has no content: send content or tool_calls", "messages")
     return out
 
 
@@ -124,7 +125,9 @@ def _text(content: object, where: str) -> str:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise BadRequest(f"{where}.content has a part {str(kind)[:60]!r}: text is served", "messages")
+            raise BadRequest(
+                f"{where}.content has a part {str(kind)[:60]!r}, but only text is supported: remove it", "messages"
+            )
         texts.append(text)
     return "".join(texts)
 
@@ -135,13 +138,13 @@ def _calls(calls: object, where: str) -> list[Json]:
         call: Json = given if isinstance(given, dict) else {}
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRequest(f"{where}.tool_calls has an entry without a function's name", "messages")
+            raise BadRequest(f"{where}.tool_calls has an entry without a function name: send function.name", "messages")
         arguments = function.get("arguments") or "{}"
         try:
             parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
             raise BadRequest(
-                f"{where}.tool_calls: arguments of {function['name'][:60]!r} are not JSON", "messages"
+                f"{where}.tool_calls: the arguments of {function['name'][:60]!r} are not valid JSON", "messages"
             ) from None
         out.append(call | {"function": function | {"arguments": parsed}})
     return out

@@ -133,9 +133,11 @@ def read(model: type[B], body: Mapping[str, Any]) -> B:
         error = e.errors(include_url=False)[0]
         raise _refusal(error, model) from None
     if found.top_k == 0:
-        raise BadRequest("top_k = 0, want -1 (whole vocabulary) or at least 1", "top_k")
+        raise BadRequest("top_k = 0, expected -1 (whole vocabulary) or at least 1", "top_k")
     if found.stream_options is not None and not found.stream:
-        raise BadRequest("stream_options is for streamed replies: send stream = true too", "stream_options")
+        raise BadRequest(
+            "stream_options applies to streamed replies only: send stream = true too, or remove it", "stream_options"
+        )
     if isinstance(found, ChatBody):
         _check_chat(found)
     return found
@@ -143,30 +145,30 @@ def read(model: type[B], body: Mapping[str, Any]) -> B:
 
 def _check_chat(body: ChatBody) -> None:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
-        raise BadRequest("max_tokens and max_completion_tokens mean the same here: send one", "max_tokens")
+        raise BadRequest("max_tokens and max_completion_tokens mean the same: send one of them", "max_tokens")
     if body.top_logprobs and not body.logprobs:
         raise BadRequest(f"top_logprobs = {body.top_logprobs} without logprobs: send logprobs = true", "top_logprobs")
     if body.response_format != {"type": "text"}:
         what = reprlib.repr(body.response_format)
-        raise BadRequest(f'response_format = {what} is not served: {{"type": "text"}} is', "response_format")
+        raise BadRequest(f'response_format = {what} is not supported: send {{"type": "text"}}', "response_format")
 
 
 _TEXTS = {
     "missing": "the request has no {key!r}",
-    "greater_than_equal": "{key} = {value}, want at least {ge}",
-    "less_than_equal": "{key} = {value}, want at most {le}",
-    "greater_than": "{key} = {value}, want more than {gt}",
-    "too_long": "{key} has {actual_length} entries, want at most {max_length}",
-    "too_short": "{key} is empty, want at least {min_length} entry",
-    "string_too_long": "{key} = {value} is too long, want at most {max_length} characters",
-    "string_too_short": "{key} is an empty text: leave it out",
-    "literal_error": "{key} = {value} is not served: {expected} is",
-    "none_required": "{key} = {value} is not served: leave it out",
+    "greater_than_equal": "{key} = {value}, expected at least {ge}",
+    "less_than_equal": "{key} = {value}, expected at most {le}",
+    "greater_than": "{key} = {value}, expected more than {gt}",
+    "too_long": "{key} has {actual_length} entries, expected at most {max_length}",
+    "too_short": "{key} is empty, expected at least {min_length} entry",
+    "string_too_long": "{key} = {value} is too long, expected at most {max_length} characters",
+    "string_too_short": "{key} is an empty string: remove it",
+    "literal_error": "{key} = {value} is not supported: expected {expected}",
+    "none_required": "{key} = {value} is not supported: remove it",
     "int_type": "{key} = {value} is not an integer",
     "int_from_float": "{key} = {value} is not an integer",
     "float_type": "{key} = {value} is not a number",
     "finite_number": "{key} = {value} is not a finite number",
-    "string_type": "{key} = {value} is not text",
+    "string_type": "{key} = {value} is not a string",
     "bool_type": "{key} = {value} is not true or false",
     "list_type": "{key} = {value} is not a list",
     "dict_type": "{key} = {value} is not an object",
@@ -182,7 +184,7 @@ def _refusal(error: Mapping[str, Any], model: type[SamplingBody]) -> BadRequest:
         known = ", ".join(k for k in model.model_fields if k not in _NOT_SERVED)
         return BadRequest(f"unknown key {key!r}; known: {known}", key)
     if key in _NOT_SERVED:
-        return BadRequest(f"{key} = {value} is not served: leave it out", key)
+        return BadRequest(f"{key} = {value} is not supported: remove it", key)
     form = _TEXTS.get(kind, "{key} = {value} cannot be read (" + kind.replace("_", " ") + ")")
     name = ".".join(p for p in path if not p.isdecimal())
     bounds = {k: f"{v:g}" if isinstance(v, float) else v for k, v in error.get("ctx", {}).items()}

@@ -38,7 +38,7 @@ class Text:
     def encode(self, text: object) -> list[int] | list[list[int]]:
         """Token ids of a string or of a list of strings. Raises ValueError without a tokenizer."""
         if self.tokenizer is None:
-            raise ValueError("text was sent, but the model's directory has no tokenizer.json: send input_ids")
+            raise ValueError("the model's directory has no tokenizer.json to encode text: send input_ids")
         if isinstance(text, str):
             return list(self.tokenizer.encode(text).ids)
         if isinstance(text, list) and all(isinstance(t, str) for t in text):

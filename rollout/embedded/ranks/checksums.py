@@ -36,7 +36,7 @@ def rank_checksums(store: WeightStore, exchange: GlooExchange) -> dict[str, str]
     return out
 
 
-_DIFFERENT = "rows that two ranks hold differ"
+_DIFFERENT = "rows that are on two ranks differ"
 
 
 def _brought(own: Tensor, parts: Mapping[int, range], exchange: GlooExchange) -> Tensor | None:
@@ -72,4 +72,4 @@ def merged(of_ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _apart(name: str, which: str) -> str:
-    return f"the ranks of this server hold different bytes of {name} ({which}): start it again"
+    return f"the ranks of this server have different bytes of {name} ({which}): restart the server"

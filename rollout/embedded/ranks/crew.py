@@ -154,7 +154,7 @@ class Crew:
         try:
             answer: tuple[str, Any] = (lines or self._lines)[rank - 1].recv()
         except (EOFError, OSError) as e:
-            raise RankLost(self.explain(f"rank {rank} hung up")) from e
+            raise RankLost(self.explain(f"rank {rank} closed its connection")) from e
         return answer
 
     # ---- watching
@@ -162,7 +162,9 @@ class Crew:
     def explain(self, error: str) -> str:
         """The sentence that names the rank to blame for an error of an exchange. The server ends with it."""
         if not self._failed.wait(_EXPLAIN_S):
-            self._fail(f"the {self.size} ranks of this server lost each other ({error}): the server ends too")
+            self._fail(
+                f"the {self.size} ranks of this server lost their connection ({error}): the server ends; see its log"
+            )
         return self.failure
 
     def _watch(self) -> None:
@@ -180,11 +182,11 @@ class Crew:
                 last[beats[line]] = time.monotonic()
             for rank, process in enumerate(self._processes, 1):
                 if not process.is_alive():
-                    self._fail(f"{self._name(rank)} ended with {_how(process.exitcode)}: the server ends too")
+                    self._fail(f"{self._name(rank)} ended with {_how(process.exitcode)}: the server ends; see its log")
                 elif time.monotonic() - last[rank] > self.limit_s:
                     self._fail(
                         f"{self._name(rank)} has not answered for {self.limit_s:g} s (process {process.pid} is "
-                        "stopped, or starved): the server ends too; raise --rank-timeout if it is only slow"
+                        "stopped, or starved): the server ends; raise --rank-timeout if the rank is only slow"
                     )
 
     def _name(self, rank: int) -> str:

@@ -75,7 +75,7 @@ class Part:
 
     def commit(self) -> None:
         """Replaces the weights by those that are ready."""
-        assert self._next is not None, "no weights are ready"
+        assert self._next is not None, "no weights are loaded"
         self.store, self.model.weights = self._next
         self._next = None
 
@@ -105,7 +105,7 @@ def opened(path: Path) -> HFCheckpoint:
     """Raises ValueError unless `path` is a readable model directory."""
     with as_value_errors(path):
         if not path.is_dir():
-            raise ValueError(f"{path} is not a directory: give a Hugging Face model directory")
+            raise ValueError(f"{path} is not a directory: use a Hugging Face model directory")
         return HFCheckpoint(path)
 
 

@@ -42,11 +42,12 @@ def rank_plans(store: WeightStore, asked: PlanSlices, ranks: Sequence[Slices], m
     """What each rank gets. Raises ValueError unless the plan brings each of them every byte of its slices once, each
     tensor in one piece, and at most `most` bytes at once."""
     if len(asked.messages) != len(ranks):
-        raise ValueError(f"the plan is for {len(asked.messages)} ranks, this server has {len(ranks)}: plan again")
+        raise ValueError(f"the plan is for {len(asked.messages)} ranks, but this server has {len(ranks)}: plan again")
     for name in asked.unsent:
         if not store.skips(name):
             raise ValueError(
-                f"{name} is not a weight of this model, but one of the trainer's: start a server of its model"
+                f"{name} is a weight of the trainer's model, but not of this server's: start a server of the "
+                "trainer's model"
             )
     held = _held(store, asked.tensors, ranks)
     return [
@@ -59,7 +60,7 @@ def _held(store: WeightStore, tensors: Sequence[PlannedTensor], ranks: Sequence[
     """Of each rank: what it holds of the tensors, by their places."""
     names = {t.name for t in tensors}
     if len(names) < len(tensors):
-        raise ValueError("the plan names a tensor twice: plan again")
+        raise ValueError("the plan lists a tensor twice: plan again")
     for name, _, _ in store.whole_stored():
         if name not in names:
             raise ValueError(f"the plan lacks {name}, which this server serves: start a server of the trainer's model")
@@ -67,7 +68,7 @@ def _held(store: WeightStore, tensors: Sequence[PlannedTensor], ranks: Sequence[
     for place, t in enumerate(tensors):
         dtype, shape = dtype_of(t.dtype), tuple(t.shape)
         if store.skips(t.name):
-            raise ValueError(f"{t.name} is not served: leave it out of the plan")
+            raise ValueError(f"{t.name} is not served: remove it from the plan")
         whole = torch.empty(shape, dtype=dtype, device="meta")
         for own, rows in zip(out, store.rows_of(t.name, whole, ranks), strict=True):
             if rows is not None:
@@ -87,7 +88,8 @@ def _plan_of(
         for s in segments:
             if s.tensor not in held or message.piece >= asked.pieces:
                 raise ValueError(
-                    f"the plan of rank {rank} has {tuple(s)} in piece {message.piece}, which it does not hold"
+                    f"the plan of rank {rank} has {tuple(s)} in piece {message.piece}, but this rank does not "
+                    "hold it: plan again"
                 )
             parts[s.tensor].append(s)
             if piece_of.setdefault(s.tensor, message.piece) != message.piece:
@@ -96,13 +98,13 @@ def _plan_of(
         found[message.piece].append(Message(message.source, tuple(segments)))
     if sizes and (largest := max(sizes.values())) > most:
         raise ValueError(
-            f"the plan of rank {rank} has a piece of {largest:,} bytes, this server receives {most:,} at once: lower "
-            "publish.bucket_bytes, or start it with --bucket-bytes"
+            f"the plan of rank {rank} has a piece of {largest:,} bytes, but this server accepts {most:,} at once: "
+            "lower publish.bucket_bytes, or start the server with a larger --bucket-bytes"
         )
     for place, rows in held.items():
         if not _covers(parts[place], rows):
             raise ValueError(
-                f"the plan of rank {rank} does not bring each byte of its rows of {rows.name} once: plan again"
+                f"the plan of rank {rank} does not send each byte of its rows of {rows.name} exactly once: plan again"
             )
     return RankPlan(held, {piece: tuple(ones) for piece, ones in found.items()})
 

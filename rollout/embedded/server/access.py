@@ -21,8 +21,8 @@ def check_address(address: str, key: ServerKey | None) -> None:
     """Raises ValueError, with the remedy, for a server without a key that listens on an address beyond loopback."""
     if key is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         raise ValueError(
-            f"serving on {address} without a key lets every client replace the weights: give one in the "
-            f"environment variable {VARIABLE} or by --key-file FILE, or serve on 127.0.0.1"
+            f"serving on {address} without a key would let every client replace the weights: set a key in the "
+            f"environment variable {VARIABLE} or with --key-file FILE, or listen on 127.0.0.1"
         )
 
 
@@ -65,14 +65,14 @@ class Access:
                 f"Host {host[:200]!r} is not this server: send requests to the address it listens on, {self._host}",
             )
         if b"origin" in headers:
-            return 403, "requests of web pages (with an Origin header) are not served"
+            return 403, "requests from web pages (with an Origin header) are rejected: send them from a program"
         if self._key is None or scope["path"] == endpoints.HEALTH:  # process monitors have no key
             return None
         given = headers.get(b"authorization")
         if given is None:
-            return 401, "this server has a key: send it as `Authorization: Bearer KEY`"
+            return 401, "this server requires a key: send it as `Authorization: Bearer KEY`"
         if not self._key.admits(scope["path"], given):
-            return 401, f"the key of this request is not the one required for {scope['path'][:200]}"
+            return 401, f"the key of this request does not allow {scope['path'][:200]}: send the key for this endpoint"
         return None
 
     def _known(self, host: str) -> bool:

@@ -35,7 +35,7 @@ def parsed_json(raw: bytes) -> Json:
     except ValueError as e:
         raise ValueError(f"the request is not JSON: {e}") from None
     if not isinstance(body, dict):
-        raise ValueError(f"the request is a JSON {type(body).__name__}, want an object")
+        raise ValueError(f"the request is a JSON {type(body).__name__}, expected an object")
     return body
 
 

@@ -123,45 +123,51 @@ def make_app(worker: EngineWorker, args: argparse.Namespace, limits: RequestLimi
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
-        prog="rollout.embedded.server", description="A CPU engine behind SGLang's HTTP surface."
+        prog="rollout.embedded.server", description="Serve a model on CPUs with SGLang's HTTP API."
     )
-    p.add_argument("--model-path", required=True, help="Hugging Face directory, quantized or not")
+    p.add_argument("--model-path", required=True, help="Hugging Face directory, BF16 or quantized")
     p.add_argument("--port", type=int, required=True)
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument(
-        "--key-file", type=Path, help="file with the key required of requests, instead of MILES_LIKE_SERVER_KEY"
+        "--key-file", type=Path, help="file with the key that requests must send, instead of MILES_LIKE_SERVER_KEY"
     )
-    p.add_argument("--threads", type=int, default=2, help="of torch, of each rank")
-    p.add_argument("--tp-size", type=_positive, default=1, help="processes that the model is divided over")
-    p.add_argument("--ep-size", type=_positive, default=1, help="groups of them that the experts are divided over")
+    p.add_argument("--threads", type=int, default=2, help="torch threads of each rank")
+    p.add_argument("--tp-size", type=_positive, default=1, help="tensor-parallel ranks (processes)")
+    p.add_argument("--ep-size", type=_positive, default=1, help="expert-parallel groups of the ranks")
     p.add_argument(
-        "--rank-timeout", type=_positive, default=int(LIMIT_S), help="seconds after which a silent rank ends the server"
+        "--rank-timeout",
+        type=_positive,
+        default=int(LIMIT_S),
+        help="seconds after which a rank that does not answer ends the server",
     )
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of activations")
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of activations")
     p.add_argument("--weights", choices=("decoded", "codes"), default="decoded", help="how quantized weights are kept")
     p.add_argument(
         "--activations", choices=("none", "fp8"), default="none", help="rounding of quantized linears' inputs"
     )
-    p.add_argument("--max-total-tokens", type=int, default=65536, help="slots of the cache")
+    p.add_argument("--max-total-tokens", type=int, default=65536, help="token slots in the KV cache")
     p.add_argument("--max-running-requests", type=int, default=512)
     p.add_argument("--context-length", type=int, default=1024)
-    p.add_argument("--served-model-name", help="in OpenAI's endpoints; default: the directory's name")
+    p.add_argument("--served-model-name", help="model name in OpenAI's endpoints; default: the directory's name")
     p.add_argument("--weight-version", default="default")
     for flag, unit in (
         (
             "--max-request-bytes",
-            "of a body, except for weights; default: 64 prompts of the context length, at least 1 MiB",
+            (
+                "limit of a request's bytes, except for weights; default: 64 prompts of the context length, at "
+                "least 1 MiB"
+            ),
         ),
-        ("--max-samples-per-request", f"in one request; default: {RequestLimits.samples}"),
-        ("--bucket-bytes", f"of tensors that a publisher sends in one request; default: {_BUCKET_BYTES}"),
-        ("--max-connections", f"at once; default: {RequestLimits.connections}"),
+        ("--max-samples-per-request", f"limit of samples in one request; default: {RequestLimits.samples}"),
+        ("--bucket-bytes", f"limit of tensor bytes that a publisher sends in one request; default: {_BUCKET_BYTES}"),
+        ("--max-connections", f"limit of open connections; default: {RequestLimits.connections}"),
         ("--arrival-timeout", f"seconds for a request to arrive; default: {RequestLimits.arrival_s:g}"),
     ):
         p.add_argument(flag, type=_positive, help=unit)
     for flag, meaning in (
         ("--enable-return-routed-experts", "keep the expert ids of each token, for requests that ask for them"),
         ("--enable-return-routed-weights", "keep the gate weights of routed experts, for requests that ask for them"),
-        (FLAG, "give the residual stream of a scored prompt at every layer to requests that ask for it"),
+        (FLAG, "return the residual stream of a scored prompt at every layer to requests that ask for it"),
         ("--disable-radix-cache", "disable the prefix cache: feed every prompt completely"),
     ):
         p.add_argument(flag, action="store_true", help=meaning)
@@ -172,14 +178,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 1 << 62:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def _listener(host: str, port: int) -> socket.socket:
     """Binds the socket before the model is loaded, so that a port in use is reported at once. Raises ValueError."""
     if not 0 < port < 1 << 16:
-        raise ValueError(f"port {port} is invalid: give one from 1 to 65535")
+        raise ValueError(f"port {port} is invalid: choose one from 1 to 65535")
     # with an explicit protocol asyncio disables Nagle's algorithm, which would delay every small answer by 40 ms
     s = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -193,13 +199,13 @@ def _listener(host: str, port: int) -> socket.socket:
 
 def _bind_error(e: Exception, port: int) -> str:
     if not isinstance(e, OSError):
-        return f"{e}; give an address of this machine"
+        return f"{e}; choose an address of this machine"
     code = None if isinstance(e, socket.gaierror) else e.errno
     if code == errno.EADDRINUSE:
-        return f"{e.strerror}; stop what uses the port or give another port"
+        return f"{e.strerror}; stop the process that uses the port, or choose another port"
     if code in (errno.EACCES, errno.EPERM):
-        return f"{e.strerror}; port {port} requires permissions that this user lacks, give one from 1024 on"
-    return f"{e.strerror}; give an address of this machine"
+        return f"{e.strerror}; port {port} requires permissions that this user lacks: choose one from 1024 on"
+    return f"{e.strerror}; choose an address of this machine"
 
 
 class _Server(uvicorn.Server):

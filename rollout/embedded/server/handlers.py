@@ -105,7 +105,7 @@ async def http_error(request: Request, e: Exception) -> Response:
     """The response to a path or method that is not served."""
     assert isinstance(e, HTTPException)
     return error_reply(
-        f"{request.method} {request.url.path} is not served: {e.detail}",
+        f"{request.method} {request.url.path} is not supported: {e.detail}",
         e.status_code,
         dict(e.headers or {}),
         path=request.url.path,
@@ -176,8 +176,8 @@ class Handlers:
     def _check_samples(self, samples: int) -> None:
         if samples > self.limits.samples:
             raise ValueError(
-                f"{endpoints.GENERATE}: {samples:,} samples in one request, this server takes {self.limits.samples:,}: "
-                "send fewer prompts at once, or start it with --max-samples-per-request"
+                f"{endpoints.GENERATE}: {samples:,} samples in one request, but this server accepts "
+                f"{self.limits.samples:,}: send fewer prompts at once, or start it with --max-samples-per-request"
             )
 
     def _check_entries(self, parsed: GenerateRequest) -> None:
@@ -188,8 +188,8 @@ class Handlers:
         scored = sum(max(0, len(ids) - parsed.logprob_start_len) for ids in parsed.input_ids)
         if (entries := scored * parsed.n * (1 + parsed.top_logprobs_num)) > self.limits.entries:
             raise ValueError(
-                f"{endpoints.GENERATE}: {entries:,} log-probabilities of prompts in one reply, this server sends "
-                f"{self.limits.entries:,}: ask for fewer prompts, samples or candidates at once"
+                f"{endpoints.GENERATE}: {entries:,} log-probabilities of prompts in one reply, but this server "
+                f"sends at most {self.limits.entries:,}: request fewer prompts, samples or candidates at once"
             )
 
     async def _await_or_abort(self, request: Request, generation: Generation) -> list[Completed]:
@@ -330,7 +330,7 @@ class Handlers:
         action = ChecksumRequest.from_json(await json_body(request)).action
         if action != "checksum":
             return json_reply(
-                Outcome(success=False, message=f"action {action!r} is not served: ask for checksum").to_json(), 400
+                Outcome(success=False, message=f"action {action!r} is not supported: send checksum").to_json(), 400
             )
         sums = await self._call(self.service.checksums)
         whole = engine_checksum(sums)
@@ -347,14 +347,14 @@ class Handlers:
         u = UpdateFromTensor.from_json(await json_body(request))
         if u.load_format not in (SAFETENSORS, SEGMENT) or len(u.serialized_named_tensors) != 1:
             message = (
-                f'this server reads one safetensors file in base64, load_format "{SAFETENSORS}", or one segment of '
-                f'shared memory, load_format "{SEGMENT}" (no pickle)'
+                f'this server accepts one safetensors file in base64 (load_format "{SAFETENSORS}") or one segment '
+                f'of shared memory (load_format "{SEGMENT}"), and no pickle'
             )
             return json_reply(Outcome(success=False, message=message).to_json(), 400)
         (payload,) = u.serialized_named_tensors
         if u.load_format == SEGMENT:
             if not is_loopback(client := client_of(request)):
-                message = f"a segment of shared memory is read for clients on this host only, at loopback, not {client}"
+                message = f"shared memory is only read for clients at this host's loopback address, not for {client}"
                 return json_reply(Outcome(success=False, message=message).to_json(), 400)
             tensors = await asyncio.to_thread(read_segment, payload, self.limits.weights_bytes)
         else:
@@ -407,8 +407,8 @@ class Handlers:
                 return await self._update_from_delta(u, path)
             if u.prepare or u.load_format not in (None, "auto", SAFETENSORS):
                 raise ValueError(
-                    f"load_format {u.load_format!r} with prepare = {u.prepare} is not served: a directory is read as "
-                    f'"{SAFETENSORS}", or as "{DELTA}", which can be prepared'
+                    f"load_format {u.load_format!r} with prepare = {u.prepare} is not supported: send "
+                    f'"{SAFETENSORS}", or "{DELTA}", which can also be prepared'
                 )
             checkpoint = await asyncio.to_thread(self.service.candidate, path)
         except ValueError as e:
@@ -458,5 +458,5 @@ def _flush_timeout(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= _MAX_FLUSH_S:
-        raise ValueError(f"timeout = {text[:60]!r}: want seconds from 0 to {_MAX_FLUSH_S:g}")
+        raise ValueError(f"timeout = {text[:60]!r}: expected seconds from 0 to {_MAX_FLUSH_S:g}")
     return seconds

@@ -108,8 +108,8 @@ class BodyLimits:
             if self._held > self._room:
                 raise Refused(
                     HTTPStatus.SERVICE_UNAVAILABLE,
-                    f"bodies of {self._held:,} bytes are being read at once, this server holds {self._room:,}: send "
-                    "the request again later",
+                    f"request bodies of {self._held:,} bytes are being read at once, but this server's limit is "
+                    f"{self._room:,}: send the request again later",
                 )
             return message
 
@@ -130,7 +130,8 @@ def _content_length(scope: Scope) -> int:
 def _too_large(path: str, got: int, bound: int) -> str:
     flag = "--bucket-bytes" if path in WEIGHTS else "--max-request-bytes"
     return (
-        f"the body has {got:,} bytes or more, this server reads {bound:,}: send less at once, or start it with {flag}"
+        f"the body has {got:,} bytes or more, but this server reads at most {bound:,}: send less at once, or "
+        f"start the server with a larger {flag}"
     )
 
 
@@ -190,7 +191,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(cast(asyncio.Transport, transport))
         self._begin()
         if len(self.connections) > self._limits.connections and not self._make_room():
-            self._close(HTTPStatus.SERVICE_UNAVAILABLE, f"this server has {self._limits.connections} connections")
+            self._close(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"all {self._limits.connections} connections of this server are in use: try again later, or start "
+                "it with a larger --max-connections",
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrivals.arriving.pop(self, None)
@@ -259,7 +264,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def check_arrival(self, seconds: float) -> None:
         """Closes a connection whose request has been arriving for `seconds`, unless enough of it has come."""
         if seconds > self._limits.arrival_s + self._received / _SLOWEST:
-            what = f"the request did not arrive within {seconds:.0f} s"
+            what = (
+                f"the request did not arrive within {seconds:.0f} s: send it faster, or start the server with a "
+                "larger --arrival-timeout"
+            )
             self._close(HTTPStatus.REQUEST_TIMEOUT, what)
 
     @property
@@ -278,7 +286,10 @@ class BoundedProtocol(HttpToolsProtocol):
         others = (c for c in (*self._arrivals.arriving, *self.connections) if c is not self)
         for other in others:
             if isinstance(other, BoundedProtocol) and not other._serving and not other.transport.is_closing():
-                other._close(HTTPStatus.SERVICE_UNAVAILABLE, "this server needs the connection for another client")
+                other._close(
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    "this server closed the connection, because another client needs it: connect again",
+                )
                 return True
         return False
 
@@ -288,7 +299,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return str((self.scope or {}).get("path", ""))
 
     def _header_message(self) -> str:
-        return f"the header has more than {self._limits.header_bytes:,} bytes"
+        return f"the header has more than {self._limits.header_bytes:,} bytes: shorten it"
 
     def _close(self, status: HTTPStatus, message: str) -> None:
         """Sends the error, unless an answer was started, and closes the connection."""

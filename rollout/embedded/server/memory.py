@@ -30,14 +30,14 @@ class Memory:
     def release(self, tags: Iterable[MemoryTag]) -> None:
         """Raises ValueError for a tag that is released already."""
         if again := self.released.intersection(tags):
-            raise ValueError(f"the {self._names(again)} memory of this server is released already: resume it first")
+            raise ValueError(f"the {self._names(again)} memory of this server was already released: resume it first")
         self.released.update(tags)
         self.undefined |= MemoryTag.WEIGHTS in self.released
 
     def resume(self, tags: Iterable[MemoryTag]) -> None:
         """Raises ValueError for a tag that is not released."""
         if held := set(tags) - self.released:
-            raise ValueError(f"the {self._names(held)} memory of this server was not released: nothing is resumed")
+            raise ValueError(f"the {self._names(held)} memory of this server was not released, so it cannot be resumed")
         self.released.difference_update(tags)
 
     def require_weights(self, *, defined: bool = False) -> None:
@@ -51,7 +51,7 @@ class Memory:
         """Raises ValueError for an update without the weights `missing` of `total`, if the old ones are undefined."""
         if self.undefined and missing:
             raise ValueError(
-                f"the weights of this server were released, so an update must bring all {total} of them: "
+                f"the weights of this server were released, so an update must include all {total} of them: "
                 f"{len(missing)} are missing, the first is {missing[0]}"
             )
 

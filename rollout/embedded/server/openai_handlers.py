@@ -180,7 +180,7 @@ class OpenAIHandlers:
     def _check_model(self, name: str) -> None:
         if name not in (self.name, self._path):
             raise BadRequest(
-                f"the model {name[:200]!r} is not served here: this server has {self.name!r}",
+                f"the model {name[:200]!r} is not served here: use {self.name!r}",
                 "model",
                 status=HTTPStatus.NOT_FOUND,
                 code="model_not_found",
@@ -189,8 +189,8 @@ class OpenAIHandlers:
     def _check_samples(self, samples: int) -> None:
         if samples > self._limits.samples:
             raise BadRequest(
-                f"{samples:,} samples in one request, this server takes {self._limits.samples:,}: send fewer prompts "
-                "at once, or start it with --max-samples-per-request",
+                f"{samples:,} samples in one request, but this server accepts {self._limits.samples:,}: send "
+                "fewer prompts at once, or start it with --max-samples-per-request",
                 "n",
             )
 

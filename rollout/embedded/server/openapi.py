@@ -109,7 +109,7 @@ def document(vocabulary: int) -> Json:
         for status, text in ((200, "flushed"), (400, "not idle"), (413, "too large"), (503, "stopped"))
     }
     paths[endpoints.FLUSH_CACHE] = {m: {"parameters": [timeout], "responses": flushed} for m in ("get", "post")}
-    info = {"title": "miles-like embedded engine", "version": "1", "description": "SGLang's HTTP surface, in part"}
+    info = {"title": "miles-like embedded engine", "version": "1", "description": "a subset of SGLang's HTTP API"}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 

@@ -125,7 +125,7 @@ class Service:
         if session is not None and not _replaces(version, session.begun_as) and session.idle_s < SESSION_IDLE_S:
             other = "" if session.begun_as is None else f" of version {session.begun_as}"
             raise ValueError(
-                f"a weight update{other} has begun already: end it first, or begin one of this or a newer version"
+                f"a weight update{other} has already begun: end it first, or begin an update of this or a newer version"
             )
         self._crew.together(lambda: None, "begin")
         self._session = UpdateSession(self.store, begun_as=version)
@@ -228,11 +228,11 @@ class Service:
     def _update_session(self, version: str | None) -> UpdateSession:
         session = self._session
         if session is None:
-            raise ValueError("no weight update has begun, nothing to end: call /begin_weight_update first")
+            raise ValueError("no weight update has begun, so none can be ended: call /begin_weight_update first")
         if None not in (version, session.begun_as) and version != session.begun_as:
             raise ValueError(
-                f"the weight update that has begun is of version {session.begun_as}, not {version}: another publisher "
-                "has begun another one since"
+                f"the current weight update is of version {session.begun_as}, not {version}: another publisher "
+                "began it; publish again"
             )
         return session
 
@@ -241,7 +241,7 @@ class Service:
         thread may call it. Raises ValueError."""
         checkpoint = opened(path)
         if DELTA in checkpoint.config:
-            raise ValueError(f'{path} has weight differences, not a model: send load_format "{DELTA}"')
+            raise ValueError(f'{path} contains weight differences, not a model: send load_format "{DELTA}"')
         arch = architecture_of(checkpoint.config, eos_ids=self.arch.eos_ids)
         if arch != self.arch:
             raise ValueError(f"{path} is a different model from {self.model_path}: start a server for it")
@@ -270,8 +270,8 @@ class Service:
         self._memory.require_weights(defined=True)
         if self._crew.size > 1:
             raise ValueError(
-                f"the {self._crew.size} ranks of this server hold slices, to which no weight difference is applied: "
-                "publish the whole weights"
+                f"the {self._crew.size} ranks of this server hold slices, to which weight differences cannot be "
+                "applied: publish the whole weights"
             )
         store = self.store
         checkpoint = opened(path)
@@ -282,11 +282,14 @@ class Service:
     def _check_versions(self, config: DeltaConfig, path: Path, version: str | None) -> None:
         if config.base != self.engine.version:
             raise ValueError(
-                f"the weight differences in {path} are to version {config.base}, this server serves version "
-                f"{self.engine.version}: publish the whole weights"
+                f"the weight differences in {path} are relative to version {config.base}, but this server serves "
+                f"version {self.engine.version}: publish the whole weights"
             )
         if version not in (None, config.version):
-            raise ValueError(f"the weight differences in {path} make version {config.version}, not {version}")
+            raise ValueError(
+                f"the weight differences in {path} produce version {config.version}, not {version}: publish the "
+                "whole weights"
+            )
 
     def prepare_delta(self, read: ReadDelta) -> None:
         """Holds what `load_delta` needs, in place of what an earlier call brought."""
@@ -335,8 +338,8 @@ class Service:
         engine = self.engine
         if engine.running or engine.waiting:
             raise ValueError(
-                f"{engine.running} samples run and {engine.waiting} wait: memory is released on an idle server only; "
-                "wait for them or abort them first"
+                f"{engine.running} samples run and {engine.waiting} wait: memory can only be released on an idle "
+                "server: wait for them, or abort them first"
             )
         if self._session is not None and MemoryTag.WEIGHTS in tags:
             raise ValueError("a weight update has begun: end it before the weights are released")
@@ -395,7 +398,7 @@ class Service:
         """Raises ValueError if the cache is to be flushed while frozen requests use it."""
         if flush_cache and self.engine.paused and not self.engine.idle:
             raise ValueError(
-                f"{self.engine.running} requests are paused in place and hold the cache: send flush_cache = false, "
+                f"{self.engine.running} requests are paused in place and use the cache: send flush_cache = false, "
                 "or pause with mode retract"
             )
 

@@ -49,8 +49,8 @@ class SliceHandlers:
         def run() -> None:
             if not same_host(u.master_address, client):
                 raise ValueError(
-                    f"master_address = {u.master_address!r} is not the address of this client, {client}: the group's "
-                    "store must be where the request comes from"
+                    f"master_address = {u.master_address!r} is not the address of this client, {client}: the "
+                    "group's store must be on the machine that sends the request"
                 )
             at = Meeting(u.group_name, u.master_address, u.master_port, u.rank_offset, u.world_size, u.timeout_s)
             self._service.join_slices(at)

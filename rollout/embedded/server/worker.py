@@ -164,7 +164,7 @@ class EngineWorker:
 
     def _stopped(self) -> EngineStopped:
         if self._failure is None:
-            return EngineStopped("the engine has stopped: shut down")
+            return EngineStopped("the engine was shut down: start the server again")
         return EngineStopped(
             f"the engine has stopped: {type(self._failure).__name__}: {self._failure}; see the server's log and start "
             "it again"

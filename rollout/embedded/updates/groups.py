@@ -31,14 +31,16 @@ class UpdateGroups:
         """Join a group whose store is at the address of the client that asks: no client makes this server connect to
         another host. client: its address."""
         if request.backend != "gloo":
-            raise ValueError(f"backend = {request.backend!r}: this server computes on CPU, want 'gloo'")
+            raise ValueError(f"backend = {request.backend!r}: this server runs on CPU, expected 'gloo'")
         if not same_host(request.master_address, client):
             raise ValueError(
-                f"master_address = {request.master_address!r} is not the address of this client, {client}: the group's "
-                "store must be where the request comes from"
+                f"master_address = {request.master_address!r} is not the address of this client, {client}: the "
+                "group's store must be on the machine that sends the request"
             )
         if request.group_name in self._groups:
-            raise ValueError(f"this server is a member of group {request.group_name!r} already")
+            raise ValueError(
+                f"this server is already a member of group {request.group_name!r}: destroy the group first"
+            )
         with Exclusive(self._busy):
             while len(self._groups) >= _GROUPS:  # of publishers that have ended without leaving theirs
                 leave_group(self._groups.pop(next(iter(self._groups))))
@@ -63,14 +65,14 @@ class UpdateGroups:
         names, dtypes, shapes = request.names, request.dtypes, request.shapes
         if request.load_format != FLATTENED or not len(names) == len(dtypes) == len(shapes):
             raise ValueError(
-                f'this server receives whole buckets: send load_format "{FLATTENED}", and as many dtypes and shapes as '
-                f"names ({len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes)"
+                f'this server only accepts whole buckets: send load_format "{FLATTENED}", and as many dtypes and '
+                f"shapes as names ({len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes)"
             )
         layout = layout_of(zip(names, map(dtype_of, dtypes), shapes, strict=True))
         if (nbytes := flat_bytes(layout)) > most:
             raise ValueError(
-                f"the tensors of one broadcast have {nbytes:,} bytes, this server receives {most:,} at once: send "
-                "less, or start it with --bucket-bytes"
+                f"the tensors of one broadcast have {nbytes:,} bytes, but this server accepts {most:,} at once: "
+                "send less, or start it with a larger --bucket-bytes"
             )
         if (group := self._groups.get(request.group_name)) is None:
             raise ValueError(f"this server is not a member of group {request.group_name!r}: join it first")
@@ -97,7 +99,7 @@ class Exclusive:
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
-            raise ValueError("this server joins a group or receives a broadcast already: ask again later")
+            raise ValueError("this server is already joining a group or receiving a broadcast: try again later")
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()

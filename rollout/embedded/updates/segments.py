@@ -28,8 +28,8 @@ def read_segment(text: str, most: int) -> list[NamedTensor]:
     name, layout = decode_segment(text)
     if (nbytes := flat_bytes(layout)) > most:
         raise ValueError(
-            f"the tensors of segment {name} have {nbytes:,} bytes, this server reads {most:,} at once: send less, or "
-            "start it with --bucket-bytes"
+            f"the tensors of segment {name} have {nbytes:,} bytes, but this server accepts {most:,} at once: send "
+            "less, or start it with a larger --bucket-bytes"
         )
     try:
         fd = os.open(DIRECTORY / name[1:], os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -51,7 +51,7 @@ def _read(fd: int, name: str, layout: Layout) -> list[NamedTensor]:
     for t in layout:
         if t.start + t.nbytes > held:
             raise ValueError(
-                f"segment {name} holds {held:,} bytes, but {t.name[:200]} takes bytes {t.start:,} to "
+                f"segment {name} has {held:,} bytes, but {t.name[:200]} takes bytes {t.start:,} to "
                 f"{t.start + t.nbytes:,}"
             )
     out = []
@@ -69,5 +69,8 @@ def _fill(fd: int, name: str, tensor: Tensor, at: int) -> None:
         # not through numpy: memory that an array has seen cannot be resized
         piece = (ctypes.c_char * size).from_address(tensor.data_ptr() + done)
         if (got := os.preadv(fd, [piece], at + done)) == 0:
-            raise ValueError(f"segment {name} was truncated while it was read")
+            raise ValueError(
+                f"segment {name} was truncated while it was read: the publisher must keep it until the server has "
+                "replied"
+            )
         done += got

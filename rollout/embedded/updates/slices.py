@@ -92,7 +92,7 @@ class SliceReceiver:
                 )
                 self._name = at.name
             except (RuntimeError, ValueError) as e:
-                raise ValueError(f"the group of the weights was not joined: {first_line(e)}") from None
+                raise ValueError(f"the process group for weights was not joined: {first_line(e)}") from None
 
     def receive(self, name: str, piece: int) -> int:
         """Receives the messages of a piece; returns their bytes. After a failure the group is left."""

@@ -85,8 +85,8 @@ class DeltaPublisher(DiskPublisher):
         while not path.exists():
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{path} of trainer rank 0 does not exist after {limit:g} s (publish.parts_timeout_s): every rank "
-                    "must see this directory. Nothing was sent"
+                    f"{path} of trainer rank 0 does not exist on this rank after {limit:g} s "
+                    "(publish.parts_timeout_s): use a directory that all ranks share. Nothing was sent"
                 )
             time.sleep(POLL_S)
         against: int | None = json.loads(path.read_text())
@@ -157,7 +157,7 @@ class DeltaPublisher(DiskPublisher):
             checksums = compare_checksums(servers, None) if self._target.config.verify else ()
             servers.ask(endpoints.CONTINUE, {})
         except RolloutError as e:
-            asked = f"All servers still serve version {against}; publish once more, which sends all weights"
+            asked = f"All servers still serve version {against}; publish again, which sends all weights"
             state = asked if self._stage is Stage.ASKED else self._give_up(servers)
             raise RuntimeError(f"weights of version {version} were not published: {e}. {state}") from e
         finally:

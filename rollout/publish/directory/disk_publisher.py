@@ -92,8 +92,8 @@ class DiskPublisher(DirectoryLoads):
             shares.check_whole(written := HFCheckpoint(path))
         except ValueError as e:
             raise RuntimeError(
-                f"weights of version {version} were not published: {e}; the disk of {self._directory} has lost data. "
-                "The servers still serve the version before"
+                f"weights of version {version} were not published: {e}; the disk of {self._directory} lost data. "
+                "The servers still serve the previous version"
             ) from e
         return written.nbytes
 
@@ -102,8 +102,8 @@ class DiskPublisher(DirectoryLoads):
         """Raises RuntimeError for parts of different kinds."""
         if len({json.dumps(read_config(part), sort_keys=True) for part in parts}) > 1:
             raise RuntimeError(
-                f"the parts of {len(parts)} trainer ranks in {parts[0].parent} have different configurations, which is "
-                "a fault of this program. Nothing was sent"
+                f"the parts of {len(parts)} trainer ranks in {parts[0].parent} have different configurations, "
+                "which is an internal error of miles-like: please report it. Nothing was sent"
             )
 
     def _written(self, version: int) -> list[Path]:
@@ -129,9 +129,9 @@ class DiskPublisher(DirectoryLoads):
             if time.monotonic() > deadline:
                 ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
                 raise RuntimeError(
-                    f"the weights of trainer ranks {ranks} are not in {self._directory} {limit:g} s after those of "
-                    "rank 0 (publish.parts_timeout_s): every rank must see this directory, and its disk must be fast "
-                    "enough. The servers still serve the version before"
+                    f"the weights of trainer ranks {ranks} are not in {self._directory} {limit:g} s after those "
+                    "of rank 0 (publish.parts_timeout_s): use a directory that all ranks share on a fast enough "
+                    "disk, or raise that limit. The servers still serve the previous version"
                 )
             time.sleep(POLL_S)
 

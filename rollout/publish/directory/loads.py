@@ -89,8 +89,8 @@ class DirectoryLoads:
                 serve_again([*servers.urls, *same], self._target, None)
                 return OLD_SERVED
         return (
-            "The servers stay paused because they may hold different versions: restart them, or restart the run with "
-            "--resume"
+            "The servers remain paused because they may have different versions: restart them, or restart the "
+            "run with --resume"
         )
 
     def _load_before(self, urls: Sequence[str]) -> bool:

@@ -53,9 +53,9 @@ class Shares:
             info = written.info(name)
             if want is not None and want != (info.dtype, info.shape):
                 raise RuntimeError(
-                    f"the parts of {ranks} trainer ranks hold {name} as {info.dtype} {list(info.shape)}, the stream as "
-                    f"{want[0]} {list(want[1])}: their streams differ, which is a fault of this program. Nothing was "
-                    "sent"
+                    f"the parts of {ranks} trainer ranks have {name} as {info.dtype} {list(info.shape)}, but the "
+                    f"stream has {want[0]} {list(want[1])}: this is an internal error of miles-like: please "
+                    "report it. Nothing was sent"
                 )
 
     def check_names(self, written: HFCheckpoint) -> None:
@@ -64,6 +64,6 @@ class Shares:
         if wrong := sorted(found ^ self._stored.keys()):
             side = "lack" if wrong[0] in self._stored else "have too much:"
             raise RuntimeError(
-                f"the parts of {ranks} trainer ranks {side} {wrong[0]}, {len(wrong)} tensors in all: their streams "
-                "differ, which is a fault of this program. Nothing was sent"
+                f"the parts of {ranks} trainer ranks {side} {wrong[0]}, {len(wrong)} tensors in all: this is an "
+                "internal error of miles-like: please report it. Nothing was sent"
             )

@@ -88,7 +88,7 @@ class Member:
         ready = [source.prepare(piece) for piece in range(min(AHEAD, pieces))]
         for piece in range(pieces):
             message = _heard(talk)
-            assert message == {"piece": piece}, f"rank 0 says {message} before piece {piece}"
+            assert message == {"piece": piece}, f"rank 0 sent {message} before piece {piece}"
             self._membership.send(ready.pop(0).messages)
             if piece + AHEAD < pieces:
                 ready.append(source.prepare(piece + AHEAD))
@@ -104,7 +104,7 @@ class Member:
 def sharded(weights: Iterable[NamedTensor]) -> ShardedWeights:
     """Raises TypeError for a stream of whole tensors."""
     if not hasattr(weights, "gathered"):
-        raise TypeError("publish.path = 'reshard' sends the shards of trainer ranks, which a stream of tensors is not")
+        raise TypeError("publish.path = 'reshard' publishes the shards of trainer ranks, not a stream of tensors")
     return cast(ShardedWeights, weights)
 
 

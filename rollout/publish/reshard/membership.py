@@ -35,8 +35,8 @@ class Membership:
             )
         except (RuntimeError, ValueError) as e:
             raise GroupFailed(
-                f"the process group of the weights was not made within {timeout_s:g} s (rollout.request_timeout_s): "
-                f"{first_line(e)}"
+                f"the process group for weights was not formed within {timeout_s:g} s "
+                f"(rollout.request_timeout_s): {first_line(e)}"
             ) from e
 
     @classmethod
@@ -47,7 +47,7 @@ class Membership:
             store = TCPStore(address, port, None, False, limit, False)
         except RuntimeError as e:
             raise GroupFailed(
-                f"the store of the group at {address} port {port} was not reached: {first_line(e)}"
+                f"the store of the process group at {address} port {port} cannot be reached: {first_line(e)}"
             ) from e
         return cls(store, name=name, rank=rank, size=size, timeout_s=timeout_s)
 
@@ -57,7 +57,7 @@ class Membership:
         try:
             self._sent = [self._members.send([message], rank, 0) for rank, message in messages]
         except RuntimeError as e:
-            raise GroupFailed(f"the process group of the weights failed: {first_line(e)}") from e
+            raise GroupFailed(f"the process group for weights failed: {first_line(e)}") from e
 
     def wait(self) -> None:
         """Until the messages have arrived. Raises GroupFailed."""
@@ -65,7 +65,7 @@ class Membership:
             for work in self._sent:
                 work.wait()
         except RuntimeError as e:
-            raise GroupFailed(f"the process group of the weights failed: {first_line(e)}") from e
+            raise GroupFailed(f"the process group for weights failed: {first_line(e)}") from e
         self._sent = []
 
     def leave(self) -> None:

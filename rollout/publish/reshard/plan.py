@@ -365,8 +365,8 @@ def other_model(layout: LayoutReply, regions: Sequence[Sequence[WeightRegion]], 
             has = "publishes none" if stored is None else f"publishes {_described(stored.dtype, stored.shape)}"
             dtype = None if held.dtype is None else dtype_of(held.dtype)
             return (
-                f"it holds {held.name} {_described(dtype, held.shape)}, the trainer {has}: another model, or another "
-                "format; start a server of the run's model"
+                f"it holds {held.name} {_described(dtype, held.shape)}, but the trainer {has}: the model or the "
+                "format differs; start a server of the run's model"
             )
     return ""
 

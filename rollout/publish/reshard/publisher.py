@@ -105,7 +105,7 @@ class ReshardPublisher(TensorPublisher):
 
     def _described(self, rank: int) -> list[WeightRegion]:
         message = self._talk.hear(rank)
-        assert message is not None and "regions" in message, f"trainer rank {rank} says {message}"
+        assert message is not None and "regions" in message, f"trainer rank {rank} sent {message}"
         return [
             WeightRegion(name, tuple(shape), dtype, tuple(rows), tuple(columns), stage)
             for name, shape, dtype, rows, columns, stage in message["regions"]
@@ -156,8 +156,8 @@ class ReshardPublisher(TensorPublisher):
             servers.change_each(endpoints.PLAN_SLICES, [body_of(self._plan, i).to_json() for i in range(len(asked))])
         if self._plan.gathered:
             _log.warning(
-                "publish.path = 'reshard': %d weights of %d bytes are gathered before they are encoded, because their "
-                "shards do not end at the blocks of %s",
+                "publish.path = 'reshard': %d weights of %d bytes are gathered before they are encoded, because "
+                "their shards do not end at block boundaries of %s",
                 self._plan.gathered,
                 self._plan.gathered_bytes,
                 self._encoding.spec.format if self._encoding.spec is not None else "",
@@ -247,7 +247,9 @@ class ReshardPublisher(TensorPublisher):
         for url, server, reply, total in zip(servers.urls, self._plan.servers, replies, self._received, strict=True):
             want = [sum(s.nbytes for p, _, found in rank if p == piece for s in found) for rank in server.messages]
             if list(reply.received) != want:
-                raise RolloutError(f"server {url} received {list(reply.received)} bytes of piece {piece}, not {want}")
+                raise RolloutError(
+                    f"server {url} received {list(reply.received)} bytes of piece {piece}, expected {want}"
+                )
             total[:] = [a + b for a, b in zip(total, want, strict=True)]
 
     def _raise_cause(self, e: RolloutError) -> None:
@@ -264,8 +266,8 @@ class ReshardPublisher(TensorPublisher):
         message = self._talk.hear(rank, limit_s=self._target.timeout_s)
         if message is None:
             raise RuntimeError(
-                f"trainer rank {rank} did not do its part within {self._target.timeout_s:g} s "
-                "(rollout.request_timeout_s): its log says why"
+                f"trainer rank {rank} did not finish its part within {self._target.timeout_s:g} s "
+                "(rollout.request_timeout_s): see its log"
             )
         if key not in message:
             raise RuntimeError(f"trainer rank {rank}: {message.get('error') or message.get('lost') or message}")
@@ -290,7 +292,7 @@ class ReshardPublisher(TensorPublisher):
                 if held != want:
                     sources = sorted(i for i in held.keys() | want.keys() if held.get(i) != want.get(i))
                     wrong[url] = RolloutError(
-                        f"rank {rank} of server {url} holds weights that differ from those that trainer ranks "
+                        f"rank {rank} of server {url} has weights that differ from those that trainer ranks "
                         f"{', '.join(sources)} sent"
                     )
         servers.lose(wrong)

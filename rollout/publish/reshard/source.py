@@ -142,6 +142,6 @@ def of_bundles(ranks: Sequence[Mapping[str, float]], encoding: Encoding) -> dict
         assert encoding.codec is not None
         bundle = encoding.codec.bundle_of(name)
         if missing := [n for n in bundle if n not in whole]:
-            raise ValueError(f"{name} shares a scale with {missing[0]}, which is missing: send both")
+            raise ValueError(f"{name} shares a scale with {missing[0]}, which is missing: publish both")
         out[name] = max(whole[n] for n in bundle)
     return out

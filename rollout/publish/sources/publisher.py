@@ -69,7 +69,7 @@ class SourcesPublisher(TensorPublisher):
 
     def _lead(self, part: Part, turns: Turns, version: int) -> Sent:
         self._settled, self._failure, self._early = set(), None, []
-        error, acknowledged = "trainer rank 0 has failed, see its log", False
+        error, acknowledged = "trainer rank 0 failed; see its log", False
         try:
             sent = self._send(part.weights, version)
             error, acknowledged = "", not sent.failed
@@ -237,7 +237,7 @@ class SourcesPublisher(TensorPublisher):
         return message
 
     def _its_turns(self) -> Turns:
-        assert self._turns is not None, "a publication without its part"
+        assert self._turns is not None, "a publication needs this rank's part of the weights"
         return self._turns
 
 
@@ -258,6 +258,6 @@ def check_together(target: PublishTarget, sources: WeightSources) -> None:
         if len(found) > 1:
             (one, first), (other, second), *_ = found.items()
             raise ValueError(
-                f"trainer ranks {sources.ranks[one]} and {sources.ranks[other]} would send {first} and {second}, which "
-                "servers load only within one request: set publish.sources = 1, or publish.path = 'disk'"
+                f"trainer ranks {sources.ranks[one]} and {sources.ranks[other]} would send {first} and {second}, "
+                "which servers load only in one request: set publish.sources = 1, or publish.path = 'disk'"
             )

@@ -104,7 +104,7 @@ class Turns:
         and Silent."""
         message = self._take(self._turns, "turn", ())
         if message["kind"] == Kind.STOP:
-            raise Stopped("another source of the weights has failed")
+            raise Stopped("another sending rank failed; see its log")
         active: list[int] = message["active"]
         return active
 
@@ -142,7 +142,7 @@ class Turns:
         ranks = ", ".join(str(self.ranks[i]) for i in sources[:8]) + (", ..." if len(sources) > 8 else "")
         return Silent(
             f"trainer rank {ranks} has sent no bucket and no message for {self._limit_s:g} s "
-            "(rollout.request_timeout_s and publish.parts_timeout_s): its process has ended or hangs, see its log",
+            "(rollout.request_timeout_s and publish.parts_timeout_s): its process ended or hangs; see its log",
             sources,
         )
 

@@ -163,7 +163,7 @@ def test_a_sample_of_several_is_the_one_that_its_seed_gives(http: httpx.Client) 
             | {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 90},
             "fewer prompts, samples or candidates",
         ),
-        ([], "want an object"),
+        ([], "expected an object"),
     ],
 )
 def test_bad_requests_are_400_with_a_message(http: httpx.Client, body: Any, message: str) -> None:
