@@ -51,11 +51,14 @@ class PrecisionConfig(Section):
     """The storage format of the rollout's weights, and whether the trainer applies the same rounding."""
 
     format: QuantFormat = QuantFormat.FP8  # storage format of the rollout's weights
-    scope: Literal["all", "experts"] | None = None  # every linear, or the routed experts'; None: the format's default
-    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: the format's default
-    convention: str | None = None  # naming of the stored tensors; None: the format's default, or the checkpoint's
-    qat: bool = False  # forward computes with decode(encode(weight)); its gradient goes to the weight unchanged
-    activations: Literal["none", "fp8"] = "none"  # inputs of quantized linears, e4m3 by 128 columns of a token
+    # quantize every linear, or the routed experts only; None: the format's default
+    scope: Literal["all", "experts"] | None = None
+    block: tuple[int, int] | None = None  # rows and columns of a block that shares a scale; None: the format's default
+    # naming scheme of the stored tensors; None: the checkpoint's, or the format's default
+    convention: str | None = None
+    qat: bool = False  # forward computes with decode(encode(weight)); the gradient passes to the weight unchanged
+    # quantization of the inputs of quantized linears; fp8: e4m3 in groups of 128 columns of a token
+    activations: Literal["none", "fp8"] = "none"
     allow_without_qat: bool = False  # allow 4-bit rollout weights although the trainer does not round
 
     @model_validator(mode="after")
@@ -91,13 +94,13 @@ class OptimizerConfig(Section):
     with global layer and expert numbers, such as `decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight`."""
 
     lr: float = Field(1e-6, gt=0)  # peak learning rate
-    # of the learning rate after the warm-up; wsd: constant, then a linear decay
+    # learning rate schedule after the warm-up; wsd: constant, then a linear decay
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     min_lr: float = Field(0.0, ge=0)  # the learning rate at the start of the warm-up and at the end of the decay
     warmup_steps: int = Field(0, ge=0)  # optimizer steps in which the learning rate rises linearly from min_lr to lr
     decay_steps: int | None = Field(None, ge=1)  # lr is min_lr from this step on; None: the steps of the run
     wsd_decay_steps: int | None = Field(None, ge=1)  # wsd: the number of steps before decay_steps that decay linearly
-    weight_decay: float = Field(0.0, ge=0)  # decoupled, times the learning rate
+    weight_decay: float = Field(0.0, ge=0)  # decoupled weight decay, multiplied by the learning rate
     no_decay: tuple[str, ...] = ()  # name patterns not decayed, in addition to all one-dimensional parameters
     frozen: tuple[str, ...] = ()  # name patterns of parameters and routing biases that are not trained
     beta1: float = Field(0.9, ge=0, lt=1)  # decay rate of the mean of gradients
@@ -122,8 +125,8 @@ class OptimizerConfig(Section):
             )
         if (self.wsd_decay_steps is not None) != (self.schedule == "wsd"):
             raise ValueError(
-                f"optimizer.schedule = {self.schedule!r} with wsd_decay_steps = {self.wsd_decay_steps}: schedule 'wsd' "
-                "requires wsd_decay_steps, the others exclude it"
+                f"optimizer.schedule = {self.schedule!r} with wsd_decay_steps = {self.wsd_decay_steps}: schedule "
+                "'wsd' requires wsd_decay_steps, and other schedules do not use it: set or remove it"
             )
         if ends is not None and warm + (self.wsd_decay_steps or 1) > ends:
             raise ValueError(
@@ -142,9 +145,10 @@ class OptimizerConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters: only they are trained; they are merged into the published weights."""
 
-    rank: int = Field(0, ge=0)  # 0: no adapters, all weights are trained
+    rank: int = Field(0, ge=0)  # rank of the adapters; 0: no adapters, all weights are trained
     alpha: float = Field(16.0, gt=0)  # the adapters' product is scaled by alpha / rank
-    targets: tuple[Literal["attention", "experts", "shared_experts", "mlp"], ...] = ("attention",)  # mlp: dense layers'
+    # modules with adapters; mlp: of dense layers
+    targets: tuple[Literal["attention", "experts", "shared_experts", "mlp"], ...] = ("attention",)
 
     @model_validator(mode="after")
     def every_key_does_something(self) -> LoraConfig:
@@ -153,7 +157,9 @@ class LoraConfig(Section):
             if not self.rank and getattr(self, key) != defaults[key].default:
                 raise ValueError(f"lora.{key} = {getattr(self, key)} has no effect with lora.rank = 0: set lora.rank")
         if self.rank and not self.targets:
-            raise ValueError(f"lora.rank = {self.rank} with no lora.targets trains nothing: add targets or set rank 0")
+            raise ValueError(
+                f"lora.rank = {self.rank} with no lora.targets trains nothing: add targets, or set lora.rank = 0"
+            )
         return self
 
 
@@ -189,28 +195,30 @@ class AgreementConfig(Section):
 class KernelsConfig(Section):
     """Module implementation, precision of the linears, and overlaps. The defaults work on any device."""
 
-    spec: Literal["auto", "local", "te"] = "auto"  # auto: TransformerEngine where there is CUDA and it is installed
-    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # recipe of the linears
-    fp8_format: Literal["e4m3", "hybrid"] = "e4m3"  # hybrid: gradients in e5m2
-    fp8_param_gather: bool = False  # weights are stored and gathered in FP8
-    grouped_gemm: bool = False  # a rank's experts in one launch
-    # sends tokens to the ranks of their experts: by all-to-all, by all-gather, or by flex_backend
+    spec: Literal["auto", "local", "te"] = "auto"  # auto: TransformerEngine (te) if CUDA and the package are available
+    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # FP8 recipe of the linears
+    fp8_format: Literal["e4m3", "hybrid"] = "e4m3"  # number format; hybrid: gradients in e5m2
+    fp8_param_gather: bool = False  # store and gather weights in FP8
+    grouped_gemm: bool = False  # compute a rank's experts in one kernel launch
+    # how tokens are sent to the ranks of their experts: all-to-all, all-gather, or flex_backend
     dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    flex_backend: Literal["deepep", "hybridep"] = "deepep"  # library of dispatcher = "flex"
-    overlap_grad_reduce: bool = False  # gradients are reduced while backward runs
-    overlap_param_gather: bool = False  # updated weights are gathered while the next forward runs
-    overlap_shared_expert: bool = False  # the shared expert computes during the dispatch of tokens
-    offload_optimizer: float = Field(0.0, ge=0, le=1)  # share of the optimizer's state and step on the host
-    swiglu_fusion: bool = True  # one autograd function: fewer saved tensors; experts of local modules always have it
-    rope_fusion: bool = False  # one kernel for rotary embeddings
-    permute_fusion: bool = False  # one kernel sorts tokens by their experts, and one puts them back
+    flex_backend: Literal["deepep", "hybridep"] = "deepep"  # library for dispatcher = "flex"
+    overlap_grad_reduce: bool = False  # reduce gradients while backward runs
+    overlap_param_gather: bool = False  # gather updated weights while the next forward runs
+    overlap_shared_expert: bool = False  # compute the shared expert while tokens are dispatched
+    offload_optimizer: float = Field(0.0, ge=0, le=1)  # share of the optimizer's state and step that is on the host
+    # compute SwiGLU in one autograd function, which saves fewer tensors; experts of local modules always do
+    swiglu_fusion: bool = True
+    rope_fusion: bool = False  # compute rotary embeddings in one kernel
+    permute_fusion: bool = False  # sort tokens by expert, and back, in one kernel each
 
 
 class RecomputeConfig(Section):
     """Activations that are recomputed in backward: none, of whole layers, or of some modules of each layer."""
 
-    recompute: Literal["none", "selective", "full"] = "none"  # selective: of recompute_modules; full: of whole layers
-    recompute_modules: tuple[str, ...] = ()  # megatron's names, for "selective"; empty: those worth recomputing
+    # activation recomputation; selective: recompute_modules; full: whole layers
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_modules: tuple[str, ...] = ()  # modules under megatron's names, for "selective"; empty: a default list
 
     @model_validator(mode="after")
     def modules_are_chosen_selectively(self) -> RecomputeConfig:

@@ -270,8 +270,8 @@ class MegatronTrainer:
             return [None] * len(shards)
         if REFERENCE not in self.copies:
             raise ValueError(
-                "reference = true, but there are no reference weights, since load keeps none: call load_weights with "
-                "the run's initial weights, then load"
+                "reference = true, but load does not keep reference weights: call load_weights with the run's "
+                "initial weights, then load"
             )
         with self.copies.swapped(REFERENCE):
             return [self._step.logprobs(shard) for shard in shards]
@@ -424,8 +424,9 @@ def _agreed_fingerprint() -> str:
     own: list[str] = gather_objects(fingerprint())
     if len(set(own)) > 1:
         raise ValueError(
-            f"alignment.deterministic: the self-test gives {own} on the trainer's ranks, so their log-probabilities "
-            "would differ: run them on one kind of processor with one version of torch, or set it to false"
+            f"alignment.deterministic: the self-test returns different values {own} on the trainer's ranks, so "
+            "their log-probabilities would differ: use the same kind of processor and the same version of torch "
+            "on all ranks, or set it to false"
         )
     return own[0]
 

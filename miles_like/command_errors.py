@@ -1,4 +1,4 @@
-"""Errors of commands and of the Python API. A command prints an error that the user can fix as one sentence, and a
+"""Errors of commands and of the Python API. A command prints an error that the user can fix as one sentence, and an
 internal error with the log that has its traceback; both end with status 2. The Python API raises the first as
 `UserError` and leaves the second as it is."""
 

@@ -96,7 +96,7 @@ def _check_file(
     fact, inside = manifest.files.get(name), sorted(spans.get(name, []))
     first = inside[0].tensor if inside else None
     if fact is None:
-        return [_Difference(name, first, "is not among the manifest's files")]
+        return [_Difference(name, first, "is not listed in the manifest")]
     try:
         size = (directory / name).stat().st_size
         if size == fact.size:
@@ -104,7 +104,7 @@ def _check_file(
     except FileNotFoundError:
         return [_Difference(name, first, "is missing")]
     cut = next((p.tensor for p in inside if p.start + p.size > size), first)
-    return [_Difference(name, cut, f"has {size} bytes, the manifest lists {fact.size}")]
+    return [_Difference(name, cut, f"has {size} bytes, but the manifest lists {fact.size}")]
 
 
 def _compare(path: Path, name: str, fact: FileFact, spans: Sequence[_Span], block: int) -> Iterator[_Difference]:
@@ -128,10 +128,10 @@ def _compare(path: Path, name: str, fact: FileFact, spans: Sequence[_Span], bloc
             read(span.start - file.tell())
             if read(span.size) != span.sum:
                 fine = False
-                yield _Difference(name, span.tensor, "does not have its checksum")
+                yield _Difference(name, span.tensor, "does not match its checksum")
         read(fact.size - file.tell())
     if fine and whole.hexdigest() != fact.sha256:
-        yield _Difference(name, None, "does not have its checksum")
+        yield _Difference(name, None, "does not match its checksum")
 
 
 def _sentence(directory: Path, manifest: Manifest, files: Sequence[str], found: Sequence[_Difference]) -> str:
@@ -140,7 +140,7 @@ def _sentence(directory: Path, manifest: Manifest, files: Sequence[str], found: 
     if tensor is not None:
         where += f", tensor {tensor},"
     elif any(piece.file == file for fact in manifest.tensors.values() for piece in fact.pieces):
-        where += ", in bytes outside of tensors,"
+        where += ", outside of its tensors,"
     tensors, bad = len({d.tensor for d in found} - {None}), len({d.file for d in found})
     return (
         f"{where} {what}; {tensors} of {len(manifest.tensors)} tensors and {bad} of {len(files)} files differ: convert "
@@ -152,9 +152,11 @@ def _check_headers(directory: Path, manifest: Manifest) -> None:
     checkpoint = HFCheckpoint(directory)
     if set(checkpoint.names()) != manifest.tensors.keys():
         odd = min(set(checkpoint.names()) ^ manifest.tensors.keys())
-        raise ValueError(f"{directory}: its manifest does not match the headers: {odd} is only in one of them")
+        raise ValueError(
+            f"{directory}: its manifest does not match the headers: {odd} is only in one of them; convert again"
+        )
     for name, fact in manifest.tensors.items():
         info, (piece,) = checkpoint.info(name), fact.pieces
         theirs = (info.file.name, info.offset, info.nbytes, info.shape, str(info.dtype).removeprefix("torch."))
         if theirs != (piece.file, piece.start, piece.size, fact.shape, fact.dtype):
-            raise ValueError(f"{directory}: its manifest does not match, the headers describe another {name}")
+            raise ValueError(f"{directory}: its manifest does not match the headers: {name} differs; convert again")

@@ -56,15 +56,15 @@ def checked_places(source: Source, tensors: TensorMap) -> tuple[list[Place], tup
         shape, dtype = source.shape(place.hf_name), source.dtype(place.hf_name)
         if shape != place.shape:
             raise ValueError(
-                f"tensor {place.hf_name!r} has shape {shape}, config.json wants {place.shape}: "
-                "correct config.json, or fetch the checkpoint it belongs to"
+                f"tensor {place.hf_name!r} has shape {shape}, but config.json requires {place.shape}: correct "
+                "config.json, or fetch the checkpoint it belongs to"
             )
         wanted = tensors.dtype(place.entry)
         widens = place.entry.precision is Precision.FP32 and dtype is torch.bfloat16
         if dtype is not wanted and not widens:
             raise ValueError(
-                f"tensor {place.hf_name!r} is {dtype}, wanted {wanted}: set dtype in config.json to what the tensors "
-                "are, or fetch the checkpoint it belongs to"
+                f"tensor {place.hf_name!r} is {dtype}, but config.json requires {wanted}: set dtype in "
+                "config.json to the tensors' dtype, or fetch the checkpoint it belongs to"
             )
     return places, skipped
 
@@ -75,7 +75,9 @@ def check_copies(source: Source, copies: Mapping[str, Place]) -> None:
     for copy, place in copies.items():
         is_, of = ((source.dtype(name), source.shape(name)) for name in (copy, place.hf_name))
         if is_ != of:
-            raise ValueError(f"tensor {copy!r} is {is_[0]} {is_[1]}, {of[0]} {of[1]} wanted: {copy_of(place.hf_name)}")
+            raise ValueError(
+                f"tensor {copy!r} is {is_[0]} {is_[1]}, expected {of[0]} {of[1]}: {copy_of(place.hf_name)}"
+            )
 
 
 def copy_of(name: str) -> str:

@@ -31,7 +31,7 @@ from quant.stream import stored_name
 _ADAPTERS = (".lora_a", ".lora_b")
 _BESIDE = ("optimizer.", f"{REFERENCE}.")  # key prefixes of what a trainer saves in addition to its weights
 _KEPT_FRAMING = 1 << 16  # bytes of an archive besides its tensor
-_OTHER_MODEL = "is hf_config that of the model in the checkpoint?"
+_OTHER_MODEL = "use the config.json of the model in the checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +70,11 @@ def outputs(source: TorchDist, tensors: TensorMap, spec: QuantSpec, *, merge: bo
     adapters = {key for key in adapters if not key.startswith(_BESIDE)}
     if adapters and not merge:
         raise ValueError(
-            f"{source.path} holds LoRA adapters of {len(adapters)} weights, first {min(adapters)}: give lora_alpha, "
-            "the run's lora.alpha, to merge them into the weights"
+            f"{source.path} contains LoRA adapters of {len(adapters)} weights, the first is {min(adapters)}: set "
+            "lora_alpha to the run's lora.alpha, to merge them into the weights"
         )
     if merge and not adapters:
-        raise ValueError(f"{source.path} holds no LoRA adapters: remove lora_alpha")
+        raise ValueError(f"{source.path} contains no LoRA adapters: remove lora_alpha")
     out: list[Output] = []
     known: set[str] = set()
     for place in tensors.places():
@@ -110,7 +110,7 @@ def outputs(source: TorchDist, tensors: TensorMap, spec: QuantSpec, *, merge: bo
 
 def _check(source: TorchDist, tensors: TensorMap, place: Place, key: str) -> None:
     if key not in source:
-        raise ValueError(f"{source.path} lacks {key}, which {place.hf_name} is written from: {_OTHER_MODEL}")
+        raise ValueError(f"{source.path} lacks {key}, from which {place.hf_name} is written: {_OTHER_MODEL}")
     stored = source.stored(key)
     lead = () if place.expert is None else (tensors.dims["experts"],)
     want = (*lead, *tensors.megatron_shape(place.entry))
@@ -119,7 +119,8 @@ def _check(source: TorchDist, tensors: TensorMap, place: Place, key: str) -> Non
         have = (want[0], *have[1:])  # padding after the vocabulary
     if have != want:
         raise ValueError(
-            f"{source.path}: {key} has shape {list(stored.shape)}, config.json wants {list(want)}: {_OTHER_MODEL}"
+            f"{source.path}: {key} has shape {list(stored.shape)}, but config.json requires {list(want)}: "
+            f"{_OTHER_MODEL}"
         )
     if stored.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"{source.path}: {key} is {stored.dtype}: only bfloat16 and float32 are supported")
@@ -275,8 +276,8 @@ class WriteShards:
             # tensors of a manifest were finite when converted, and their checksums are verified
             if (source.manifest is None or output.adapted) and not bool(torch.isfinite(value).all()):
                 raise ValueError(
-                    f"{source.path}: {output.key}, from which {output.name} is written, has values in rows {a} to "
-                    f"{b - 1} that are not finite: use a checkpoint from before they appeared"
+                    f"{source.path}: {output.key}, from which {output.name} is written, has non-finite values in "
+                    f"rows {a} to {b - 1}: use an earlier checkpoint"
                 )
             yield value
 

@@ -38,7 +38,7 @@ def plan_memory(
     bytes. `least` is the smallest usable chunk. Raises ValueError naming the smallest sufficient limit.
     """
     if workers < 1:
-        raise ValueError(f"{workers} workers: give at least 1")
+        raise ValueError(f"{workers} workers: use at least 1")
     processes = workers + 1 if separate_process or workers > 1 else 1
     here = max(_PROCESS_BYTES, psutil.Process().memory_info().rss)
     fixed = here + names * _NAME_BYTES + (processes - 1) * (_PROCESS_BYTES + names * _WORKER_NAME_BYTES)
@@ -49,7 +49,7 @@ def plan_memory(
         total = fixed + workers * buffers * wanted
         remedy = "a larger limit, or fewer workers" if workers > 1 else "a larger limit"
         raise ValueError(
-            f"a memory limit of {limit / MIB:.0f} MiB is too small: {workers} worker(s) on this checkpoint need at "
-            f"least {-(-total // MIB)} MiB; give {remedy}"
+            f"a memory limit of {limit / MIB:.0f} MiB is too small: {workers} worker(s) on this checkpoint need "
+            f"at least {-(-total // MIB)} MiB; use {remedy}"
         )
     return Memory(workers, 1 << (chunk.bit_length() - 1))

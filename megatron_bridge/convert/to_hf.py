@@ -73,7 +73,7 @@ def to_hf(
     """
     megatron_dir, out = Path(megatron_dir), Path(out)
     if lora_alpha is not None and not 0 < lora_alpha < math.inf:
-        raise ValueError(f"lora_alpha = {lora_alpha}: give the run's lora.alpha, a positive number")
+        raise ValueError(f"lora_alpha = {lora_alpha}: use the run's lora.alpha, a positive number")
     source = TorchDist(megatron_dir)
     config_dir = _config_dir(megatron_dir, hf_config)
     if hf_config is None:
@@ -161,17 +161,17 @@ def _config_dir(megatron_dir: Path, hf_config: Path | str | None) -> Path:
     directory = megatron_dir / "hf" if hf_config is None else Path(hf_config)
     if hf_config is None and not directory.is_dir():
         raise ValueError(
-            f"{megatron_dir} has no hf/ with the model's config.json and tokenizer, as a converted directory has: give "
-            "--hf-config, the Hugging Face directory of the model that was trained, or use miles-like export"
+            f"{megatron_dir} has no hf/ directory with the model's config.json and tokenizer: pass the Hugging "
+            "Face directory of the trained model with --hf-config, or use miles-like export"
         )
     if not (directory / CONFIG).is_file():
-        raise ValueError(f"{directory / CONFIG} is missing: give the Hugging Face directory of the model")
+        raise ValueError(f"{directory / CONFIG} is missing: pass the Hugging Face directory of the model")
     return directory
 
 
 def _spec(format: str, config: Mapping[str, Any]) -> QuantSpec:
     if format not in tuple(QuantFormat):
-        raise ValueError(f"format {format!r} is not supported: want one of {', '.join(QuantFormat)}")
+        raise ValueError(f"format {format!r} is not supported: expected one of {', '.join(QuantFormat)}")
     own = spec_from_hf(config)
     return own if own is not None and own.format == format else QuantSpec.of(QuantFormat(format))
 
@@ -197,7 +197,7 @@ def _check_companions(source: TorchDist) -> None:
         if name.startswith("hf/") and (
             not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != fact.sha256
         ):
-            raise ValueError(f"{file} is not the one that the manifest lists: convert the checkpoint again")
+            raise ValueError(f"{file} differs from the file that the manifest lists: convert the checkpoint again")
 
 
 def _identity(source: TorchDist) -> str:

@@ -191,7 +191,9 @@ def building(out: Path, job: Job) -> Iterator[Path]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another process is converting into {out}: wait for it, or choose another") from None
+            raise ValueError(
+                f"another process is converting into {out}: wait for it, or choose another directory"
+            ) from None
         _refuse_existing(out)  # it may have been finished while the directory was opened
         with _kept_or_removed(out, partial):
             yield partial
@@ -269,8 +271,8 @@ def finished_unit(job: Job, directory: Path, number: int) -> UnitIndex:
     unit = read_unit(job, directory, number, elsewhere=True)
     if unit is None:
         raise RuntimeError(
-            f"{directory / job.file(number)} is incomplete, although its worker is done: do all workers see the same "
-            f"{directory}? Put it on a file system that they share, and run again"
+            f"{directory / job.file(number)} is incomplete, although its worker has finished: put {directory} on "
+            "a file system that all workers share, and run again"
         )
     return unit
 

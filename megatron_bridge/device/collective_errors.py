@@ -23,7 +23,9 @@ def first_line(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     if _SOURCE_LINE.search(lines[0]) and _LOST_PEER.search(lines[0]):
-        return "another rank's connection was lost, it was killed or ran out of memory: see the ranks' logs"
+        return (
+            "another rank's connection was lost, because that rank was killed or ran out of memory: see the ranks' logs"
+        )
     return _SOURCE_LINE.sub("", lines[0])
 
 

@@ -69,7 +69,8 @@ def _pin(pages: _Pages, address: int, nbytes: int) -> None:
     runtime = torch.cuda.cudart()
     if error := int(runtime.cudaHostRegister(address, nbytes, _PORTABLE)):
         raise RuntimeError(
-            f"{nbytes} bytes of host memory could not be pinned (CUDA error {error}), which a rank needs for weights "
-            "and optimizer state that leave its GPU: give the node's container more memory, or start fewer ranks on it"
+            f"{nbytes} bytes of host memory could not be pinned (CUDA error {error}), which a rank needs for "
+            "weights and optimizer state that are moved off its GPU: give the node's container more memory, or "
+            "start fewer ranks on it"
         )
     pages.unpin = lambda: runtime.cudaHostUnregister(address)

@@ -124,4 +124,4 @@ def _rank_0_lives() -> Iterator[None]:
     try:
         yield
     except DistNetworkError:
-        raise RuntimeError("rank 0 ended while the other ranks waited for it: its log says why") from None
+        raise RuntimeError("rank 0 ended while the other ranks waited for it: see its log") from None

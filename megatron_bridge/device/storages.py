@@ -62,8 +62,8 @@ class StorageSet:
         Raises RuntimeError, before anything is freed, for memory that a numpy array refers to."""
         if any(not storage.resizable() for storage, _ in self._storages):
             raise RuntimeError(
-                "memory of the trainer cannot be freed, since a numpy array shares it (tensor.numpy()): copy that "
-                "tensor first"
+                "memory of the trainer cannot be freed, because a numpy array shares it (tensor.numpy()): copy "
+                "that tensor first"
             )
         if self._kept:
             self._host = parts(host, [size for _, size in self._storages])

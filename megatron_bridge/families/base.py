@@ -130,7 +130,7 @@ class Family:
         try:
             self.transformer_config(hf)
         except (TypeError, AttributeError, ArithmeticError) as e:
-            raise ValueError(f"config.json cannot be read as one of family {self.name}: {e}") from None
+            raise ValueError(f"config.json is not valid for family {self.name}: {e}") from None
         return TensorMap(self, hf, mtp)
 
     def vocab_size(self, hf: HFConfig) -> int:
@@ -209,7 +209,7 @@ class TensorMap:
         name = str(self.hf.get("dtype") or self.hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         known = {"bfloat16": torch.bfloat16, "float32": torch.float32}
         if name not in known:
-            raise ValueError(f"config.json: dtype {name!r} is not supported: want one of {sorted(known)}")
+            raise ValueError(f"config.json: dtype {name!r} is not supported: expected one of {sorted(known)}")
         return known[name]
 
     def dtype(self, entry: Entry) -> torch.dtype:
@@ -300,8 +300,8 @@ class TensorMap:
                 if self._exists(entry, layer, expert):
                     return self._place(entry, layer, expert, index)
         raise ValueError(
-            f"tensor {hf_name!r} does not belong to family {self.family.name} with this config.json: "
-            "check its numbers of layers, heads and experts against the checkpoint"
+            f"tensor {hf_name!r} does not belong to family {self.family.name} with this config.json: check its "
+            "numbers of layers, heads and experts against the checkpoint"
         )
 
     def is_copy(self, megatron_name: str) -> bool:

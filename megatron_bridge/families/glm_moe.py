@@ -51,8 +51,8 @@ def _rotary_percent(hf: HFConfig) -> float:
     turned = int(_dims(hf)["head"] * share)
     if turned < 2 or turned % 2 or share > 1:
         raise ValueError(
-            f"config.json: partial_rotary_factor = {share} rotates {turned} of a head's {_dims(hf)['head']} channels: "
-            "want an even number of them"
+            f"config.json: partial_rotary_factor = {share} rotates {turned} of a head's {_dims(hf)['head']} "
+            "channels: expected an even number"
         )
     return float(share)
 

@@ -51,7 +51,9 @@ def _refuse_unsupported(hf: HFConfig) -> None:
             f"{hf.get('decoder_sparse_step')} leaves no layer with experts among {hf['num_hidden_layers']}"
         )
     if hf["num_experts_per_tok"] < 2 and hf.get("norm_topk_prob", False):
-        raise ValueError("config.json: norm_topk_prob with num_experts_per_tok = 1 makes every gate 1: want 2 experts")
+        raise ValueError(
+            "config.json: norm_topk_prob with num_experts_per_tok = 1 makes every gate 1: expected at least 2 experts"
+        )
 
 
 def _rotary_base(hf: HFConfig) -> float:

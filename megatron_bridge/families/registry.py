@@ -20,7 +20,7 @@ def family_of(hf_config: HFConfig) -> Family:
     model's family. The ValueError for an unknown model lists the known architectures."""
     architectures = hf_config.get("architectures") or ()
     if not isinstance(architectures, list | tuple) or not all(isinstance(name, str) for name in architectures):
-        raise ValueError(f"config.json: architectures = {architectures!r}: want a list of names")
+        raise ValueError(f"config.json: architectures = {architectures!r}: expected a list of names")
     bases = [name.removesuffix(CLASSIFIER) + LM if name.endswith(CLASSIFIER) else name for name in architectures]
     for family in FAMILIES.values():
         if family.architectures.intersection(bases):
@@ -30,7 +30,7 @@ def family_of(hf_config: HFConfig) -> Family:
     known = sorted(name for family in FAMILIES.values() for name in family.architectures)
     raise ValueError(
         f"architecture {list(architectures)} (model_type {hf_config.get('model_type')!r}) is not supported: "
-        f"config.json must name one of {known}"
+        f"architectures in config.json must be one of {known}"
     )
 
 

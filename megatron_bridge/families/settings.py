@@ -50,23 +50,27 @@ def refuse_unsupported(hf: HFConfig, family: str, required: Iterable[str], only:
     for key in COUNTS:
         count = hf.get(key)
         if count is not None and (type(count) is not int or count < 0):
-            raise ValueError(f"config.json: {key} = {count!r}: want a whole number")
+            raise ValueError(f"config.json: {key} = {count!r}: expected an integer")
     for key in NUMBERS:
         _number(key, hf.get(key))
     labels = hf.get("num_labels") or len(hf.get("id2label") or (0, 1))  # transformers' default is 2
     if is_scalar(hf) and labels != 1:
-        raise ValueError(f"config.json: a head with {labels} labels is not supported: want num_labels = 1")
+        raise ValueError(f"config.json: a head with {labels} labels is not supported: expected num_labels = 1")
     for key, allowed in only.items():
         value = hf.get(key, allowed[0])
         if value is not None and value not in allowed:
-            raise ValueError(f"config.json: {key} = {value!r} is not supported by family {family}: want {allowed[0]!r}")
+            raise ValueError(
+                f"config.json: {key} = {value!r} is not supported by family {family}: expected {allowed[0]!r}"
+            )
     if other := sorted(set(hf.get("layer_types") or ()) - {"full_attention"}):
-        raise ValueError(f"config.json: layer_types has {other[0]!r}, family {family} supports only 'full_attention'")
+        raise ValueError(
+            f"config.json: layer_types has {other[0]!r}, but family {family} supports only 'full_attention'"
+        )
 
 
 def _number(key: str, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf):
-        raise ValueError(f"config.json: {key} = {value!r}: want a number")
+        raise ValueError(f"config.json: {key} = {value!r}: expected a number")
 
 
 # dimensions
@@ -208,11 +212,13 @@ def _group_limits(hf: HFConfig, dims: Mapping[str, int]) -> tuple[int | None, in
     if groups == chosen or groups == 1:
         return None, None
     if dims["experts"] % groups or chosen > groups:
-        raise ValueError(f"config.json: n_group = {groups}, topk_group = {chosen} do not fit {dims['experts']} experts")
+        raise ValueError(
+            f"config.json: n_group = {groups} and topk_group = {chosen} do not fit {dims['experts']} experts"
+        )
     if top_k // chosen != 2:
         raise ValueError(
-            f"config.json: num_experts_per_tok = {top_k} with topk_group = {chosen}: megatron-core ranks groups by "
-            f"their {top_k // chosen} best experts, this model by 2"
+            f"config.json: num_experts_per_tok = {top_k} with topk_group = {chosen}: megatron-core ranks groups "
+            f"by their {top_k // chosen} best experts, but this model by 2"
         )
     return groups, chosen
 
@@ -228,8 +234,10 @@ def rope(
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in kinds:
         wanted = " or ".join(repr(k) for k in kinds)
-        raise ValueError(f"config.json: rope type {kind!r} is not supported by family {family}: want {wanted}")
+        raise ValueError(f"config.json: rope type {kind!r} is not supported by family {family}: expected {wanted}")
     share = settings.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if share != 1.0 and not partial:
-        raise ValueError(f"config.json: partial_rotary_factor = {share} is not supported by family {family}: want 1")
+        raise ValueError(
+            f"config.json: partial_rotary_factor = {share} is not supported by family {family}: expected 1"
+        )
     return kind, float(settings.get("rope_theta") or hf.get("rope_theta") or 10000.0), settings

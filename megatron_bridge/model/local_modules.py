@@ -237,7 +237,9 @@ class SDPACoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """[T / cp, h * v]. Keys and values are gathered over context-parallel ranks; backward sums their gradients."""
-        assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", "only packed batches are fed"
+        assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", (
+            "only packed batches are supported"
+        )
         assert attention_mask is None and attention_bias is None
         group, cu_seqlens = self.cp_group, packed_seq_params.cu_seqlens_q_padded
         key, value = (gather_from_sequence_parallel_region(x, group=group) for x in (key, value))

@@ -48,7 +48,9 @@ def freeze(models: Sequence[Any], patterns: Sequence[str], parallel: ParallelCon
             if isinstance(router, TopKRouter) and id(router.expert_bias) in frozen:
                 router.register_forward_hook(_count_nothing)
     if not any(gather_objects(any(p.requires_grad for model in models for p in model.parameters()))):
-        raise ValueError(f"optimizer.frozen = {list(patterns)} freezes every parameter: nothing is left to train")
+        raise ValueError(
+            f"optimizer.frozen = {list(patterns)} freezes all parameters, so nothing can be trained: remove patterns"
+        )
     keep_graph(models)
 
 

@@ -49,17 +49,19 @@ def _cpu_conflict(config: TrainerConfig) -> str:
     kernels, etp = config.kernels, config.parallel.etp
     if kernels.dispatcher != "alltoall":
         return (
-            f"kernels.dispatcher = {kernels.dispatcher!r} adds experts' outputs in another order: set "
+            f"kernels.dispatcher = {kernels.dispatcher!r} adds the experts' outputs in a different order: set "
             "kernels.dispatcher = 'alltoall'"
         )
     if kernels.overlap_shared_expert:
-        return "kernels.overlap_shared_expert adds the shared expert's output in another order: set it to false"
+        return (
+            "kernels.overlap_shared_expert = true adds the shared expert's output in a different order: set it to false"
+        )
     if not kernels.swiglu_fusion:
         return "kernels.swiglu_fusion = false does not round like the engine: set it to true"
     if etp > 2:
         return (
-            f"parallel.etp = {etp}: partial sums of more than 2 ranks are not added in a fixed order; set it to 2 or "
-            "distribute the experts with parallel.ep"
+            f"parallel.etp = {etp}: partial sums of more than 2 ranks are not added in a fixed order; set it to "
+            "2, or distribute the experts with parallel.ep"
         )
     return ""
 
@@ -72,9 +74,9 @@ def _cuda_conflict(kernels: KernelsConfig, forward: Forward) -> str:
         )
     if forward == "batch invariant" and kernels.fp8 != "none":
         return (
-            f"megatron's batch invariant products support only 16 and 32 bits, kernels.fp8 = {kernels.fp8!r}: set it "
-            "to 'none'"
+            f"megatron's batch-invariant products support 16 and 32 bits only, but kernels.fp8 = {kernels.fp8!r}: "
+            "set it to 'none'"
         )
     if forward == "batch invariant" and kernels.grouped_gemm:
-        return "kernels.grouped_gemm = true: megatron has no batch invariant grouped product: set it to false"
+        return "kernels.grouped_gemm = true, but megatron has no batch-invariant grouped product: set it to false"
     return ""

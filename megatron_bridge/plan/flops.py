@@ -38,7 +38,7 @@ def forward_terms(
     Raises ValueError for a model of no known family, and for a length below 1.
     """
     if min(lengths, default=1) < 1:
-        raise ValueError(f"a sample of {min(lengths)} inputs: want at least 1")
+        raise ValueError(f"a sample of {min(lengths)} inputs: expected at least 1")
     family = family_of(hf)
     d, tokens, rows = family.dims(hf), sum(lengths), head_rows
     rows = tokens if rows is None else rows

@@ -50,8 +50,8 @@ def choose_spec(
         _refuse_without_te(kernels)
     elif config.lora.rank:
         raise ValueError(
-            f"lora.rank = {config.lora.rank} needs megatron's local modules, this run builds TransformerEngine's: "
-            "set kernels.spec = 'local' or lora.rank = 0"
+            f"lora.rank = {config.lora.rank} needs megatron's local modules, but this run uses "
+            "TransformerEngine's: set kernels.spec = 'local' or lora.rank = 0"
         )
     if spec == "te":
         _refuse_biases(hf)
@@ -62,7 +62,7 @@ def choose_spec(
         rope = family_of(hf).transformer_config(hf).get("rope_type")
         if rope is not None and rope != "yarn":
             raise ValueError(
-                f"kernels.rope_fusion = true: with latent attention megatron fuses only yarn, the model has "
+                "kernels.rope_fusion = true: with latent attention megatron fuses only yarn, but the model has "
                 f"rope type {rope!r}; set it to false"
             )
     return spec
@@ -78,7 +78,7 @@ def _refuse_without_cuda(kernels: KernelsConfig) -> None:
         "permute_fusion": kernels.permute_fusion,
     }
     if given := [name for name, on in asked.items() if on]:
-        raise ValueError(f"kernels.{given[0]} needs CUDA devices, this run has CPU ranks: remove it")
+        raise ValueError(f"kernels.{given[0]} needs CUDA devices, but this run has CPU ranks: remove it")
 
 
 def _refuse_without_te(kernels: KernelsConfig) -> None:
@@ -90,8 +90,8 @@ def _refuse_without_te(kernels: KernelsConfig) -> None:
     }
     if given := [name for name, on in asked.items() if on]:
         raise ValueError(
-            f"kernels.{given[0]} needs TransformerEngine's modules, this run builds megatron's local ones: install "
-            "transformer-engine and set kernels.spec = 'te', or remove it"
+            f"kernels.{given[0]} needs TransformerEngine's modules, but this run uses megatron's local ones: "
+            "install transformer-engine and set kernels.spec = 'te', or remove it"
         )
 
 
@@ -99,8 +99,8 @@ def _refuse_biases(hf: HFConfig) -> None:
     """megatron builds only the bias of `linear_qkv`; `biases` adds others, but only to local modules."""
     if other := sorted(family_of(hf).bind(hf).biased - {"self_attention.linear_qkv"}):
         raise ValueError(
-            f"config.json: attention_bias requires a bias in {other[0]}, which megatron's TransformerEngine modules do "
-            "not build: set kernels.spec = 'local'"
+            f"config.json: attention_bias requires a bias in {other[0]}, which megatron's TransformerEngine "
+            "modules do not support: set kernels.spec = 'local'"
         )
 
 
@@ -115,11 +115,14 @@ def _refuse_fp8(config: TrainerConfig, hf: HFConfig, capability: Capability | No
     need = _NEEDS_CAPABILITY[recipe]
     if capability is not None and capability < need:
         raise ValueError(
-            f"kernels.fp8 = {recipe!r} needs compute capability {need[0]}.{need[1]}, the device has "
-            f"{capability[0]}.{capability[1]}: choose another recipe or 'none'"
+            f"kernels.fp8 = {recipe!r} needs compute capability {need[0]}.{need[1]}, but the device has "
+            f"{capability[0]}.{capability[1]}: choose another recipe, or 'none'"
         )
     if config.params_dtype != "bfloat16":
-        raise ValueError(f"kernels.fp8 = {recipe!r} needs params_dtype = 'bfloat16', it is {config.params_dtype!r}")
+        raise ValueError(
+            f"kernels.fp8 = {recipe!r} needs params_dtype = 'bfloat16', but it is {config.params_dtype!r}: set "
+            "kernels.fp8 = 'none', or params_dtype = 'bfloat16'"
+        )
     if recipe in ("blockwise", "mxfp8") and kernels.fp8_format != "e4m3":
         raise ValueError(f"kernels.fp8 = {recipe!r} supports only e4m3: set kernels.fp8_format = 'e4m3'")
     for name, outputs, inputs in _linears(config, hf):
@@ -127,15 +130,19 @@ def _refuse_fp8(config: TrainerConfig, hf: HFConfig, capability: Capability | No
             block = _BLOCK[recipe] if what == "inputs" else _ROWS[recipe]
             if size % block:
                 raise ValueError(
-                    f"kernels.fp8 = {recipe!r} needs a multiple of {block}, {name} has {size} {what} on a rank "
-                    f"(parallel.tp = {config.parallel.tp}, etp = {config.parallel.etp}): choose another"
+                    f"kernels.fp8 = {recipe!r} needs a multiple of {block}, but {name} has {size} {what} on a "
+                    f"rank (parallel.tp = {config.parallel.tp}, etp = {config.parallel.etp}): choose another "
+                    "recipe or layout"
                 )
     if kernels.fp8_param_gather:
         if not config.distributed_optimizer:
-            raise ValueError("kernels.fp8_param_gather needs distributed_optimizer = true")
+            raise ValueError(
+                "kernels.fp8_param_gather needs distributed_optimizer = true, but it is false: set it to true"
+            )
         if kernels.offload_optimizer > 0:
             raise ValueError(
-                f"kernels.fp8_param_gather excludes kernels.offload_optimizer = {kernels.offload_optimizer}: remove one"
+                "kernels.fp8_param_gather cannot be combined with kernels.offload_optimizer = "
+                f"{kernels.offload_optimizer}: remove one of them"
             )
         if recipe == "mxfp8":
             raise ValueError("kernels.fp8_param_gather with kernels.fp8 = 'mxfp8' is not supported: set it to false")
@@ -168,8 +175,8 @@ def _refuse_experts(config: TrainerConfig, architecture: TransformerKeywords) ->
         moe = kernels.grouped_gemm or kernels.permute_fusion or kernels.overlap_shared_expert
         if moe or kernels.dispatcher != "alltoall":
             raise ValueError(
-                "kernels.grouped_gemm, permute_fusion, overlap_shared_expert and dispatcher apply only to experts, the "
-                "model has none: remove them"
+                "kernels.grouped_gemm, permute_fusion, overlap_shared_expert and dispatcher apply to experts, "
+                "but the model has none: remove them"
             )
         return
     if kernels.overlap_shared_expert:
@@ -177,12 +184,12 @@ def _refuse_experts(config: TrainerConfig, architecture: TransformerKeywords) ->
             raise ValueError("kernels.overlap_shared_expert = true, but the model has no shared expert: remove it")
         if kernels.dispatcher != "alltoall":
             raise ValueError(
-                f"kernels.overlap_shared_expert works with kernels.dispatcher = 'alltoall' only, it is "
+                "kernels.overlap_shared_expert requires kernels.dispatcher = 'alltoall', but it is "
                 f"{kernels.dispatcher!r}: set overlap_shared_expert = false"
             )
     if kernels.dispatcher == "flex" and layout.ep * layout.etp == 1:
         raise ValueError(
-            "kernels.dispatcher = 'flex' needs parallel.ep * etp > 1, it is 1: raise parallel.ep or set "
+            "kernels.dispatcher = 'flex' needs parallel.ep * etp > 1, but it is 1: raise parallel.ep or set "
             "kernels.dispatcher = 'alltoall'"
         )
     # It gathers the same number of tokens from every rank, so the ranks must hold slices of one pack.
@@ -204,7 +211,8 @@ def _refuse_overlap(config: TrainerConfig) -> None:
         )
     if kernels.offload_optimizer > 0 and not config.distributed_optimizer:
         raise ValueError(
-            f"kernels.offload_optimizer = {kernels.offload_optimizer} needs distributed_optimizer = true, it is false"
+            f"kernels.offload_optimizer = {kernels.offload_optimizer} needs distributed_optimizer = true, but "
+            "it is false: set it to true"
         )
 
 

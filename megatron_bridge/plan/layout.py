@@ -82,9 +82,9 @@ def _check_stages(config: ParallelConfig, layers: int) -> None:
         raise ValueError("parallel.first_stage_layers and last_stage_layers need parallel.pp > 1: remove them")
     if config.vpp > 1 and config.pp == len(ends):  # megatron's get_transformer_layer_offset divides by the others
         raise ValueError(
-            f"parallel.first_stage_layers and last_stage_layers with parallel.pp = {config.pp} leave no stage between "
-            f"them, by which megatron places the layers of parallel.vpp = {config.vpp} virtual stages: remove one of "
-            "them, or set parallel.vpp = 1"
+            f"parallel.first_stage_layers and last_stage_layers with parallel.pp = {config.pp} leave no stage "
+            f"between them, which megatron needs to place the layers of parallel.vpp = {config.vpp} virtual "
+            "stages: remove one of them, or set parallel.vpp = 1"
         )
     between, stages = layers - sum(ends), config.pp - len(ends)
     if between < stages or (between if not stages else between % stages):

@@ -33,8 +33,8 @@ def served_spec(precision: PrecisionConfig, hf: HFConfig) -> QuantSpec | None:
     if precision.block is not None and stored.block != asked.block:
         raise ValueError(
             f"precision.block = {list(asked.block)}, but config.json's quantization_config has blocks of "
-            f"{list(stored.block)}: training and rollout must use the same blocks; remove precision.block, or start "
-            "from the BF16 checkpoint, which is then quantized in the configured blocks"
+            f"{list(stored.block)}: training and rollout must use the same blocks; remove precision.block, or "
+            "start from the BF16 checkpoint, which is then quantized with precision.block"
         )
     if precision.scope is not None:
         for place in family_of(hf).bind(hf).places():
@@ -57,7 +57,7 @@ def trained_spec(config: TrainerConfig, hf: HFConfig) -> QuantSpec | None:
     if not precision.qat and precision.activations == "none":
         return None
     asked, stored = precision.spec(), spec_from_hf(hf)
-    assert asked is not None, "bf16 has neither qat nor activations"
+    assert asked is not None, "format bf16 supports neither qat nor activations"
     if stored is not None and stored.format is not asked.format:
         raise ValueError(
             f"precision.format = {asked.format.value!r}, but config.json's quantization_config stores "
@@ -107,9 +107,9 @@ def _refuse_mixed(tensors: TensorMap, spec: QuantSpec) -> None:
             if quantized != other_is:
                 one, rest = (place.hf_name, other) if quantized else (other, place.hf_name)
                 raise ValueError(
-                    f"precision.activations: config.json's quantization_config quantizes {one}, not {rest}, but they "
-                    "are computed as one linear with one input: set precision.activations = 'none', or start from the "
-                    "BF16 checkpoint"
+                    f"precision.activations: config.json's quantization_config quantizes {one}, not {rest}, but "
+                    "these are computed as one linear with one input: set precision.activations = 'none', or "
+                    "start from the BF16 checkpoint"
                 )
 
 
@@ -123,7 +123,7 @@ def _refuse_te(config: TrainerConfig, te: bool) -> None:
         )
     if te and precision.activations != "none":
         raise ValueError(
-            f"precision.activations = {precision.activations!r} needs megatron's local modules, this run builds "
+            f"precision.activations = {precision.activations!r} needs megatron's local modules, but this run uses "
             "TransformerEngine's: set kernels.spec = 'local', or precision.activations = 'none'"
         )
 
@@ -141,7 +141,7 @@ def _check_place(config: TrainerConfig, place: Place, codec: Codec) -> None:
     if ranks > 1 and size // ranks % block:
         raise ValueError(
             f"precision.qat: {name} has {size} {what}, {size // ranks} on each of parallel.{key} = {ranks} ranks, "
-            f"which splits blocks of {bn} x {bk}: lower parallel.{key}"
+            f"which would split blocks of {bn} x {bk}: lower parallel.{key}"
             + (", and distribute the experts with parallel.ep" if entry.per_expert else "")
         )
     if config.precision.activations == "none":

@@ -19,7 +19,7 @@ def recompute_settings(config: TrainerConfig, transformer: TransformerKeywords) 
     fitting = _fitting(transformer)
     wrong = sorted(set(config.recompute_modules) - set(fitting))
     if wrong:
-        raise ValueError(f"recompute_modules: {wrong} do not fit this model: choose among {fitting}")
+        raise ValueError(f"recompute_modules: {wrong} do not exist in this model: choose from {fitting}")
     default = [name for name in fitting if name in ("core_attn", "mla_up_proj", "moe")]
     return {"recompute_granularity": "selective", "recompute_modules": list(config.recompute_modules) or default}
 

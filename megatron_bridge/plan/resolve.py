@@ -48,8 +48,8 @@ def trained_config(config: TrainerConfig, hf: HFConfig) -> HFConfig:
         return with_scalar_head(hf)
     if is_scalar(hf):
         raise ValueError(
-            f"{config.hf_config}: config.json names {hf['architectures']}, which has no vocabulary head: set head = "
-            "'scalar', or give a language model"
+            f"{config.hf_config}: config.json has architectures = {hf['architectures']}, which has no vocabulary "
+            "head: set head = 'scalar', or use a language model"
         )
     return hf
 

@@ -85,8 +85,8 @@ def _locate(step: Step, run: Callable[[], Mapping[str, float]]) -> str:
     if weight:
         return f"every value of the repeated step is finite, but {weight}"
     return (
-        f"it did not occur again when the step was repeated (loss {metrics['train/loss']:.6g}): "
-        "a kernel or the machine is unreliable; check the device's memory errors"
+        f"it did not recur when the step was repeated (loss {metrics['train/loss']:.6g}): a kernel or the machine "
+        "is unreliable; check the device for memory errors"
     )
 
 

@@ -118,8 +118,9 @@ class RoutingReplay:
             trace = self._rollout_trace(i, shard) if own is None else _recorded_trace(i, shard, own)
             if trace.top_k != self._top_k:
                 raise ValueError(
-                    f"micro-batch {i}, {shard.fed}: routes with {trace.top_k} experts per token, the model's routers "
-                    f"choose {self._top_k}: check that rollout and trainer have the same config.json"
+                    f"micro-batch {i}, {shard.fed}: the routes have {trace.top_k} experts per token, but the "
+                    f"model's routers choose {self._top_k}: check that rollout and trainer have the same "
+                    "config.json"
                 )
             self._replayer.load(i, trace, shard.fed)
 
@@ -127,8 +128,8 @@ class RoutingReplay:
         if shard.routing is None or (self.gates and shard.routing.weights is None):
             missing = "expert choices" if shard.routing is None else "gates, which replay.gates = true requires"
             raise ValueError(
-                f"replay.mode = r3, but micro-batch {micro} has no {missing}: {shard.fed}; "
-                f"make the rollout return them, or set replay.mode = {'off' if shard.routing is None else 'r2'}"
+                f"replay.mode = r3, but micro-batch {micro} has no {missing}: {shard.fed}; enable them in the "
+                f"rollout, or set replay.mode = {'off' if shard.routing is None else 'r2'}"
             )
         return shard.routing
 
@@ -207,7 +208,7 @@ def _recorded_trace(micro: int, shard: Shard, own: RecordedRoutes) -> RoutingTra
     """The trace of routes recorded for exactly these rows. Raises ValueError for other rows."""
     if not own.fed.same(shard.fed):
         raise ValueError(
-            f"micro-batch {micro}, {shard.fed}: its routes were recorded for {own.fed}: update with the micro-batches "
-            "of the old-log-prob pass, in their order"
+            f"micro-batch {micro}, {shard.fed}: its routes were recorded for {own.fed}: update with the "
+            "micro-batches of the old-log-prob pass, in the same order"
         )
     return own.trace

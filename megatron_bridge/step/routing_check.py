@@ -33,9 +33,9 @@ _SHOWN = 4  # layers that a message lists
 _SUFFICIENT = 0.95  # a share that is enough for a layer even if its neighbouring rows share more
 
 _UNCHANGED = (
-    "The weights are unchanged and nothing of this step is published: --resume continues from the last checkpoint, "
-    "`miles-like verify` searches for the cause; mismatch.expert_agreement_min and mismatch.layer_agreement_min set "
-    "the bounds"
+    "The weights are unchanged and nothing of this step is published: --resume continues from the latest "
+    "checkpoint, and `miles-like verify` searches for the cause; mismatch.expert_agreement_min and "
+    "mismatch.layer_agreement_min set the bounds"
 )
 
 

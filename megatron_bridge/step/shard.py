@@ -78,7 +78,7 @@ def _routes(batch: MicroBatch, shard_spec: ShardSpec, num_experts: int) -> Routi
     if routes.trace.num_experts != num_experts:
         raise ValueError(
             f"{of_samples(batch.samples)}: routes over {routes.trace.num_experts} experts, but the model has "
-            f"{num_experts}"
+            f"{num_experts}: check that rollout and trainer have the same config.json"
         )
     return fed_routes(routes, batch.samples, batch.tokens.cpu(), batch.cu_seqlens.cpu(), shard_spec)
 
@@ -99,7 +99,7 @@ def shard(
     for an empty batch, for routes that lack one of the rank's layers or are of another model, and as `fed_routes`.
     """
     if not len(batch.tokens):
-        raise ValueError("an empty micro-batch cannot be fed: give each rank at least one sample")
+        raise ValueError("an empty micro-batch is not supported: give each rank at least one sample")
     tp = parallel.config.tp
     ends = batch.cu_seqlens.cpu()
     at = pack_rows(ends, shard_spec)

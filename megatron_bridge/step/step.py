@@ -105,7 +105,7 @@ class Step:
         without loss is valid if others have some.
         """
         if loss_tokens < 1:
-            raise ValueError(f"a batch with {loss_tokens} loss tokens has nothing to train on: drop it")
+            raise ValueError(f"a batch with {loss_tokens} loss tokens has nothing to train on: skip it")
         routes = None if old is None else old.routes
         shards = self._shards(batches, forward_only=forward_only, routes=routes)
         self.config.finalize_model_grads_func = partial(_finalize, loss_tokens, self.parallel)
@@ -179,7 +179,7 @@ class Step:
         stages, error = self.parallel.config.pp, None
         try:
             if not batches:
-                raise ValueError("a data-parallel rank without micro-batches: give each at least one")
+                raise ValueError("a data-parallel rank has no micro-batches: give each rank at least one")
             if len(self.chunks) > 1 and len(batches) % stages:
                 raise ValueError(
                     f"{len(batches)} micro-batches are not divisible by the {stages} stages of an interleaved pipeline "
@@ -187,7 +187,9 @@ class Step:
                 )
             for batch in batches:
                 if self.scalar and batch.candidates is not None:
-                    raise ValueError("candidates for a model with a scalar head, which predicts no tokens: remove them")
+                    raise ValueError(
+                        "a model with a scalar head predicts no tokens, so it cannot score candidates: remove them"
+                    )
                 _check_vocabulary(batch, self.vocab)
                 out.append(
                     shard(

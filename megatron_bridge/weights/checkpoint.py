@@ -140,7 +140,7 @@ def load_host_copy(path: Path, name: str, models: Sequence[PolicyModel], paralle
     source = open_verified(path, parallel.signals.meet)
     if not any(key.startswith(f"{name}.") for key in source.names()):
         raise ValueError(
-            f"checkpoint {path} holds no weights of {name}, which a run with a moving reference saves: resume with "
+            f"checkpoint {path} has no weights of {name}, which a run with reference_every saves: resume with "
             "reference_every = 0, or from a checkpoint of such a run"
         )
     wanted = _model_state(models, parallel, loading=True)
@@ -155,7 +155,7 @@ def _check_small_files(path: Path) -> None:
     or when metadata.json is not as a save writes it."""
     if not os.path.lexists(path / CONFIG_FNAME):
         raise ValueError(
-            f"{path} is not a complete torch_dist checkpoint: it has no metadata.json; give another directory"
+            f"{path} is not a complete torch_dist checkpoint: it has no metadata.json; use another directory"
         )
     try:
         for name in (CONFIG_FNAME, COMMON_STATE_FNAME):
@@ -170,7 +170,9 @@ def _check_backends(found: object) -> None:
     """Raise ValueError unless `found`, the content of metadata.json, has the keys of megatron's CheckpointingConfig."""
     known = {field.name for field in dataclasses.fields(CheckpointingConfig)}
     if not isinstance(found, dict) or "sharded_backend" not in found or not set(found) <= known:
-        raise ValueError(f"{CONFIG_FNAME} is not one that a save writes, an object with {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{CONFIG_FNAME} was not written by a save: expected an object with the keys {', '.join(sorted(known))}"
+        )
 
 
 def _common(path: Path) -> dict[str, Any]:
@@ -191,8 +193,8 @@ def _mismatch_as_value_error(path: Path) -> Iterator[None]:
     except (CheckpointingException, KeyError, CheckpointException) as e:
         reported = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
         raise ValueError(
-            f"checkpoint {path} does not fit this model: {first_line(reported)}; check that it was made from the same "
-            "model config"
+            f"checkpoint {path} does not fit this model: {first_line(reported)}; check that it was made with the "
+            "same model configuration"
         ) from e
 
 
@@ -209,8 +211,8 @@ def load_checkpoint(
     source = open_verified(path, parallel.signals.meet)
     if (had := written.get("distributed_optimizer")) is not (have := _is_distributed(optimizer)):
         raise ValueError(
-            f"checkpoint {path} was written with distributed_optimizer = {had}, this run has {have}: "
-            "resume with the same, or load its weights only"
+            f"checkpoint {path} was written with distributed_optimizer = {had}, but this run has {have}: resume "
+            "with the same value, or load its weights only"
         )
     check_adapters(source, models)
     prime_state(optimizer)

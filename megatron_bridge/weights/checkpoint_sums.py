@@ -47,9 +47,9 @@ def write_sums(directory: Path, sums: Sequence[Mapping[str, str]]) -> None:
 
 def _sums(found: object) -> list[tuple[str, str]]:
     if not isinstance(found, dict) or not all(isinstance(digest, str) for digest in found.values()):
-        raise ValueError("not an object of names and checksums")
+        raise ValueError("it is not an object of file names and checksums")
     if wrong := [name for name in found if not is_inner_name(name)]:
-        raise ValueError(f"{wrong[0][:80]!r} is not a file name below it")
+        raise ValueError(f"{wrong[0][:80]!r} is not a file name inside it")
     return sorted(found.items())
 
 
@@ -76,7 +76,7 @@ def verify_sums(directory: Path, meet: Callable[[], None]) -> None:
             if not (directory / name).is_file():
                 problem = f"{directory / name} is missing"
             elif checksum(directory / name) != digest:
-                problem = f"{directory / name} differs from what was written"
+                problem = f"{directory / name} was changed after it was written"
     first = next((found for found in gather_after(problem, meet) if found is not None), None)
     if first is not None:
         raise DamagedFileError(f"checkpoint {directory.parent.name} is damaged: {first}")

@@ -78,7 +78,7 @@ class WeightCopies:
         """
         if name not in self._copies:
             raise ValueError(
-                f"there is no copy of weights named {name!r}, only {sorted(self._copies)}: keep or load it first"
+                f"no copy of weights is named {name!r} (copies: {sorted(self._copies)}): keep or load it first"
             )
         self._finish_param_gather()
         self._exchange(name)
@@ -92,7 +92,9 @@ class WeightCopies:
 
     def assert_not_swapped(self) -> None:
         """Assert that the model holds its own values. Call it before training, saving or publishing."""
-        assert self.current is None, f"the model holds the values of its copy {self.current!r}: forward passes only"
+        assert self.current is None, (
+            f"the model has the values of its copy {self.current!r}, which allow forward passes only"
+        )
 
     def _finish_param_gather(self) -> None:
         self.assert_not_swapped()

@@ -77,7 +77,7 @@ def _check_beside(source: TorchDist) -> None:
         file, facts = source.path / name, source.manifest.files if source.manifest is not None else {}
         found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
         if found is None or (facts and (name not in facts or found != facts[name].sha256)):
-            listed = "is not the one that its manifest lists" if found else "is missing"
+            listed = "differs from the file that its manifest lists" if found else "is missing"
             raise ValueError(f"{file} {listed}: copy or convert the checkpoint again")
 
 

@@ -68,12 +68,12 @@ def _other_sum(path: Path) -> str:
 
 def _other_common(path: Path) -> str:
     (path / "common.pt").write_bytes(b"")
-    return "common.pt is not the one that its manifest lists"
+    return "common.pt differs from the file that its manifest lists"
 
 
 def _other_kind(path: Path) -> str:
     (path / "metadata.json").write_text("{")
-    return "metadata.json is not the one that its manifest lists"
+    return "metadata.json differs from the file that its manifest lists"
 
 
 def _no_common(path: Path) -> str:

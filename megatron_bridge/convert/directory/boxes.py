@@ -24,7 +24,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         if min(self.tp, self.etp) < 1:
-            raise ValueError(f"tp = {self.tp}, etp = {self.etp}: both are at least 1")
+            raise ValueError(f"tp = {self.tp}, etp = {self.etp}: both must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,19 +91,21 @@ class Manifest:
         try:
             value = read_json(path, MANIFEST_BYTES)
         except FileNotFoundError:
-            raise ValueError(f"{path} is missing: {directory} is not a converted directory, or incomplete") from None
+            raise ValueError(
+                f"{path} is missing: {directory} is not a converted directory, or is incomplete; convert again"
+            ) from None
         except ValueError:
             raise ValueError(f"{path} is truncated or damaged: convert again") from None
         if not isinstance(value, dict) or "sum" not in value:
             raise ValueError(f"{path} is not a manifest of a converted directory: convert again")
         if value.get("format") != FORMAT:
             raise ValueError(
-                f"{path} has format {value.get('format')!r}, this version reads {FORMAT}: convert again, or read it "
-                "with the version that wrote it"
+                f"{path} has format {value.get('format')!r}, but this version reads {FORMAT}: convert again, or "
+                "read it with the version that wrote it"
             )
         stored = value.pop("sum")
         if stored != _sum(value):
-            raise ValueError(f"{path} was edited or is damaged, its own checksum does not match: convert again")
+            raise ValueError(f"{path} was edited or is damaged (its checksum does not match): convert again")
         try:
             return cls(
                 kind=value["kind"],
@@ -158,17 +160,17 @@ def _file_fact(fact: Mapping[str, object]) -> FileFact:
 def _counts(found: Any) -> tuple[int, ...]:
     for number in found:
         if type(number) is not int or not 0 <= number < 1 << 63:
-            raise ValueError(f"{str(number)[:40]!r} where a whole number from 0 is expected")
+            raise ValueError(f"{str(number)[:40]!r}, expected an integer of at least 0")
     return tuple(found)
 
 
 def _text(found: object) -> str:
     if not isinstance(found, str):
-        raise ValueError(f"{type(found).__name__} where text is expected")
+        raise ValueError(f"a {type(found).__name__}, expected text")
     return found
 
 
 def _inner(name: object) -> str:
     if not is_inner_name(name):
-        raise ValueError(f"{str(name)[:80]!r} is not a file name below the directory")
+        raise ValueError(f"{str(name)[:80]!r} is not a file name inside the directory")
     return str(name)

@@ -73,8 +73,8 @@ class TorchDist:
         self.bytes_read = 0
         if not (self.path / METADATA).is_file() or not (self.path / "metadata.json").is_file():
             raise ValueError(
-                f"{self.path} is not a complete torch_dist checkpoint: it has no metadata.json with a {METADATA}; give "
-                "the directory that a conversion or a trainer's save has finished"
+                f"{self.path} is not a complete torch_dist checkpoint: it has no metadata.json with a {METADATA}; "
+                "use a directory that a conversion or a save of the trainer has completed"
             )
         for name in (METADATA, "metadata.json"):
             check_inside(self.path / name, self.path)
@@ -105,7 +105,7 @@ class TorchDist:
         """The dtype, shape and chunks of a tensor. Raises ValueError when its chunks do not cover it exactly once."""
         if key not in self._stored:
             if key not in self:
-                raise ValueError(f"{self.path} has no tensor {key}: is it a checkpoint of another model?")
+                raise ValueError(f"{self.path} has no tensor {key}: use a checkpoint of this model")
             listed = self.metadata.state_dict_metadata[key]
             shape, chunks = tuple(listed.size), self._chunks.get(key, [])
             _assert_tiled(self.path, key, shape, chunks)
@@ -143,13 +143,13 @@ class TorchDist:
                 return bytes(self._bytes(key, chunk))
             raw = bytes(self._bytes(key, replace(chunk, start=0, size=fact.size)))
             if hashlib.sha256(raw).hexdigest() != fact.sha256:
-                raise ValueError(f"{self.path / chunk.file} is not the one that its manifest lists: {_DAMAGED}")
+                raise ValueError(f"{self.path / chunk.file} differs from the file that its manifest lists: {_DAMAGED}")
             self._object = (chunk.file, raw)
         return self._object[1][where.offset : where.offset + where.length]
 
     def _bytes(self, key: str, chunk: Chunk) -> memoryview:
         if chunk.start + chunk.size > os.fstat(self._open(chunk.file)).st_size:
-            raise ValueError(f"{self.path / chunk.file} is truncated, it ends before {key}: {_DAMAGED}")
+            raise ValueError(f"{self.path / chunk.file} is truncated and ends before {key}: {_DAMAGED}")
         out = torch.empty(chunk.size, dtype=torch.uint8)
         self._pread(chunk, out, chunk.start, key)
         return out.numpy().data
@@ -244,8 +244,8 @@ class TorchDist:
     def _check_sum(self, key: str, chunk: Chunk, found: str) -> None:
         if found != self._sums[chunk.file, chunk.start]:
             raise ValueError(
-                f"{self.path / chunk.file}: the bytes of {key} at {list(chunk.offset)} are not those that its manifest "
-                f"lists: the file was damaged or changed; {_DAMAGED}"
+                f"{self.path / chunk.file}: the bytes of {key} at {list(chunk.offset)} do not match its manifest: "
+                f"the file is damaged or was changed; {_DAMAGED}"
             )
 
     def _data_start(self, key: str, stored: Stored, chunk: Chunk, held: Tensor | None) -> int:
@@ -288,7 +288,7 @@ class TorchDist:
                 check_inside(self.path / file, self.path)
                 self._files[file] = open_regular(self.path / file)
             except FileNotFoundError:
-                raise ValueError(f"{self.path / file} is missing, {METADATA} lists it: {_DAMAGED}") from None
+                raise ValueError(f"{self.path / file} is missing, although {METADATA} lists it: {_DAMAGED}") from None
         return self._files[file]
 
     def _check_manifest(self, manifest: Manifest) -> None:
@@ -307,7 +307,7 @@ class TorchDist:
             same = (dtype, tuple(listed.size)) == (fact.dtype, tuple(fact.shape))
             if not same or {_place(p) for p in fact.pieces} != {_place(c) for c in self._chunks.get(key, [])}:
                 raise ValueError(
-                    f"{self.path}: its manifest does not match: it lists another {key} than {METADATA}; {_DAMAGED}"
+                    f"{self.path}: its manifest does not match: its {key} differs from {METADATA}'s; {_DAMAGED}"
                 )
             for piece in fact.pieces:
                 self._sums[piece.file, piece.start] = piece.sum
@@ -318,12 +318,12 @@ def _metadata(path: Path, manifest: Manifest | None) -> Any:
     raw = read_regular(path / METADATA, METADATA_BYTES)
     fact = manifest.files.get(METADATA) if manifest is not None else None
     if manifest is not None and (fact is None or hashlib.sha256(raw).hexdigest() != fact.sha256):
-        raise ValueError(f"{path / METADATA} is not the one that its manifest lists: {_DAMAGED}")
+        raise ValueError(f"{path / METADATA} differs from the file that its manifest lists: {_DAMAGED}")
     try:
         listed = MetadataUnpickler(io.BytesIO(raw)).load()
         tensors, storage = listed.state_dict_metadata, listed.storage_data
         if not isinstance(tensors, dict) or not isinstance(storage, dict):
-            raise pickle.UnpicklingError("no tensors in it")
+            raise pickle.UnpicklingError("it has no tensors")
         _check_listed(tensors, storage)
     except (*UNREADABLE, ValueError) as e:
         raise ValueError(f"{path / METADATA} cannot be read ({e}): {_DAMAGED}") from None
@@ -346,7 +346,7 @@ def _check_listed(tensors: Mapping[Any, Any], storage: Mapping[Any, Any]) -> Non
         if not whole or not all(counts(c.offsets) and counts(c.sizes) for c in value.chunks):
             raise ValueError(f"{key} has an invalid dtype, shape or chunk")
         if not all(len(c.offsets) == len(c.sizes) == len(value.size) for c in value.chunks):
-            raise ValueError(f"{key} has a chunk with another number of dimensions")
+            raise ValueError(f"{key} has a chunk with a different number of dimensions")
     for where in storage.values():
         if isinstance(where, _StorageInfo) and not (
             isinstance(where.relative_path, str) and counts((where.offset, where.length))
@@ -387,8 +387,8 @@ def _assert_tiled(path: Path, key: str, shape: tuple[int, ...], chunks: Sequence
     inside = all(o >= 0 and o + n <= size for c in chunks for o, n, size in zip(c.offset, c.sizes, shape, strict=True))
     if not inside or covered != math.prod(shape) or _overlap(chunks):
         raise ValueError(
-            f"{path / METADATA}: the {len(chunks)} chunks of {key} {list(shape)} leave gaps or overlap, {covered} of "
-            f"{math.prod(shape)} elements: {_DAMAGED}"
+            f"{path / METADATA}: the {len(chunks)} chunks of {key} {list(shape)} have gaps or overlap: they have "
+            f"{covered} of {math.prod(shape)} elements: {_DAMAGED}"
         )
 
 

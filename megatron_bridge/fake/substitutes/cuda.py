@@ -87,7 +87,9 @@ def init_fake_cuda() -> DeviceEnv:
     if getattr(device_module.init_device, "fake", None) == env:
         return env
     if "megatron.core" in sys.modules:
-        raise ValueError("this process has imported megatron-core for CPU ranks: execute a fake CUDA rank in a new one")
+        raise ValueError(
+            "this process has already imported megatron-core for CPU ranks: execute a fake CUDA rank in a new process"
+        )
     device_module._quiet_libraries()
     device_module.hide_transformer_engine()
     with device_module._eager_fuser():

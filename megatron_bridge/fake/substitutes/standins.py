@@ -155,13 +155,13 @@ def _checked(config: TrainerConfig) -> None:
     """Raise ValueError for what no module here stands for."""
     if config.kernels.fp8 != "none":
         raise ValueError(
-            f"kernels.fp8 = {config.kernels.fp8!r} cannot be executed on fake tensors: nothing stands for "
-            "TransformerEngine's FP8 modules; set it to 'none' to execute the rank in BF16"
+            f"kernels.fp8 = {config.kernels.fp8!r} cannot be executed on fake tensors, which do not support "
+            "TransformerEngine's FP8 modules: set it to 'none' to execute the rank in BF16"
         )
     if "moe_act" in config.recompute_modules:
         raise ValueError(
-            f"recompute_modules = {list(config.recompute_modules)} cannot be executed on fake tensors: nothing stands "
-            "for the recomputation of TransformerEngine's experts' activations; remove 'moe_act'"
+            f"recompute_modules = {list(config.recompute_modules)} cannot be executed on fake tensors, which do "
+            "not support recomputing activations of TransformerEngine's experts: remove 'moe_act'"
         )
 
 
