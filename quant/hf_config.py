@@ -86,7 +86,7 @@ def _want(q: Mapping[str, Any], wanted: Mapping[str, Any], where: str = _HERE) -
     """Raises ValueError for a key of `wanted` that is present, not null, and has another value."""
     for key, want in wanted.items():
         if q.get(key) is not None and q[key] != want:
-            raise ValueError(f"{where}.{key} = {q[key]!r} is not supported: only {want!r} is")
+            raise ValueError(f"{where}.{key} = {q[key]!r} is not supported: expected {want!r}")
 
 
 def _refuse(q: Mapping[str, Any], keys: Sequence[str], where: str, why: str) -> None:
@@ -119,13 +119,14 @@ def _read_fp8(q: Mapping[str, Any]) -> QuantSpec:
     _want(q, _FP8)
     if q.get("scale_fmt") not in (None, "float", "ue8m0"):
         raise ValueError(
-            f"{_HERE}.scale_fmt = {q['scale_fmt']!r} is not supported: only 'ue8m0' is, or no scale_fmt for fp32 scales"
+            f"{_HERE}.scale_fmt = {q['scale_fmt']!r} is not supported: expected 'ue8m0', or no scale_fmt for "
+            "fp32 scales"
         )
     block = q.get("weight_block_size")
     if not isinstance(block, Sequence) or len(block) != 2 or not all(type(n) is int for n in block):
         raise ValueError(
-            f"{_HERE}.weight_block_size = {block!r} is not supported: "
-            "it must be two sizes, as [128, 128]; per-tensor and per-channel scales are not read"
+            f"{_HERE}.weight_block_size = {block!r} is not supported: it must be two sizes, for example [128, "
+            "128]; per-tensor and per-channel scales are not supported"
         )
     format = QuantFormat.FP8_UE8M0 if q.get("scale_fmt") == "ue8m0" else QuantFormat.FP8
     return QuantSpec(format=format, block=(block[0], block[1]), ignore=_kept(q))
@@ -155,7 +156,7 @@ def _write_fp8(spec: QuantSpec, names: Sequence[str]) -> dict[str, Any]:
 
 def _read_compressed_tensors(q: Mapping[str, Any]) -> QuantSpec:
     _want(q, {"quantization_status": "compressed"})
-    _refuse(q, ("kv_cache_scheme", "transform_config"), _HERE, "only weights are read")
+    _refuse(q, ("kv_cache_scheme", "transform_config"), _HERE, "only quantized weights are supported")
     if q.get("sparsity_config"):
         _want(_object(q, "sparsity_config", _HERE), {"format": "dense"}, f"{_HERE}.sparsity_config")
     groups = _object(q, "config_groups", _HERE)
@@ -164,7 +165,7 @@ def _read_compressed_tensors(q: Mapping[str, Any]) -> QuantSpec:
     name, group = next(iter(groups)), _object(groups, next(iter(groups)), _GROUPS)
     where = f"{_GROUPS}.{name}"
     _want(group, {"targets": ["Linear"]}, where)
-    _refuse(group, ("output_activations",), where, "only weights are read")
+    _refuse(group, ("output_activations",), where, "only quantized weights are supported")
     weights = _object(group, "weights", where)
     format = _scheme_of(weights, f"{where}.weights")
     stored_as = _SCHEMES[format][0]
@@ -172,7 +173,7 @@ def _read_compressed_tensors(q: Mapping[str, Any]) -> QuantSpec:
     if group.get("format") is None:
         _want(q, {"format": stored_as})
     if format is QuantFormat.INT4:
-        _refuse(group, ("input_activations",), where, "INT4 weights are multiplied with bf16 inputs")
+        _refuse(group, ("input_activations",), where, "INT4 weights are only supported with bf16 inputs")
     block = (1, weights["group_size"])
     return QuantSpec(
         format=format, block=block, ignore=from_regex(_names(q, "ignore")), convention="compressed-tensors"
@@ -181,23 +182,23 @@ def _read_compressed_tensors(q: Mapping[str, Any]) -> QuantSpec:
 
 def _scheme_of(weights: Mapping[str, Any], where: str) -> QuantFormat:
     _want(weights, {"symmetric": True, "dynamic": False}, where)
-    _refuse(weights, ("actorder", "block_structure"), where, "only groups of a row, in order, are read")
+    _refuse(weights, ("actorder", "block_structure"), where, "only consecutive groups within a row are supported")
     for key, known in (("num_bits", (4, 8)), ("type", ("int", "float")), ("strategy", ("group", "tensor_group"))):
         if weights.get(key) not in known:
             wanted = " or ".join(map(repr, known))
-            raise ValueError(f"{where}.{key} = {weights.get(key)!r} is not supported: only {wanted} is")
+            raise ValueError(f"{where}.{key} = {weights.get(key)!r} is not supported: expected {wanted}")
     main = ("num_bits", "type", "strategy")
     alike = [f for f, (_, s) in _SCHEMES.items() if all(s[k] == weights[k] for k in main)]
     if not alike:
         given = ", ".join(f"{k} = {weights[k]!r}" for k in main)
-        raise ValueError(f"{where}: {given} together are not supported: only those of {', '.join(_SCHEMES)} are")
+        raise ValueError(f"{where}: the combination {given} is not supported: expected one of {', '.join(_SCHEMES)}")
     format = alike[0]
     _want(weights, {k: v for k, v in _SCHEMES[format][1].items() if k not in main}, where)
     size = weights.get("group_size")
     fixed = None if format is QuantFormat.INT4 else QuantSpec(format=format).block[1]
     if type(size) is not int or size < 8 or size % 8 or size != (fixed or size):
         want = str(fixed) if fixed else "a multiple of 8"
-        raise ValueError(f"{where}.group_size = {size!r} is not supported: {format} has {want}")
+        raise ValueError(f"{where}.group_size = {size!r} is not supported: {format} needs {want}")
     return format
 
 
@@ -229,8 +230,8 @@ def _read_modelopt(q: Mapping[str, Any]) -> QuantSpec:
     inner = _object(q, "quantization", _HERE) if "quantization" in q else q
     where = f"{_HERE}.quantization" if "quantization" in q else _HERE
     if inner.get("quant_algo") not in ("NVFP4", "W4A16_NVFP4"):
-        raise ValueError(f"{where}.quant_algo = {inner.get('quant_algo')!r} is not supported: only 'NVFP4' is")
-    _refuse(inner, ("kv_cache_quant_algo", "kv_cache_scheme"), where, "only weights are read")
+        raise ValueError(f"{where}.quant_algo = {inner.get('quant_algo')!r} is not supported: expected 'NVFP4'")
+    _refuse(inner, ("kv_cache_quant_algo", "kv_cache_scheme"), where, "only quantized weights are supported")
     _want(inner, {"group_size": 16}, where)
     groups = _object(inner, "config_groups", where) if "config_groups" in inner else {}
     for name in groups:

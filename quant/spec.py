@@ -86,18 +86,20 @@ class QuantSpec:
         if self.block == (0, 0):
             object.__setattr__(self, "block", own)
         if len(self.block) != 2 or min(self.block) < 1:
-            raise ValueError(f"quantization block {self.block}: give two positive sizes, as {own}")
+            raise ValueError(f"quantization block {self.block}: expected two positive sizes, for example {own}")
         if self.format in _FIXED and self.block != own:
-            raise ValueError(f"{self.format} scales groups of {own[1]} columns, not blocks of {self.block}")
+            raise ValueError(f"{self.format} uses groups of {own[1]} columns, not blocks of {self.block}")
         if self.format is QuantFormat.INT4 and (self.block[0] != 1 or self.block[1] % 8):
-            raise ValueError(f"INT4 scales groups of a multiple of 8 columns, not blocks of {self.block}")
+            raise ValueError(f"INT4 uses groups of a multiple of 8 columns, not blocks of {self.block}")
         for pattern in self.ignore:
             _check_pattern(pattern)
         known = CONVENTIONS.get(self.format, ("",))
         if not self.convention:
             object.__setattr__(self, "convention", known[0])
         if self.convention not in known:
-            raise ValueError(f"{self.format} is not written as {self.convention!r}: want {' or '.join(known)}")
+            raise ValueError(
+                f"{self.format} does not support the convention {self.convention!r}: expected {' or '.join(known)}"
+            )
 
     @classmethod
     def of(

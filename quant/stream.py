@@ -79,7 +79,7 @@ def quantize_stream(
     yield from _quantize_batch(batch, spec, codec)
     for name in waiting:
         missing = next(n for n in codec.bundle_of(name) if n not in waiting)
-        raise ValueError(f"{name} shares a scale with {missing}, which is missing: send both")
+        raise ValueError(f"{name} shares a scale with {missing}, which is missing: pass both")
 
 
 def _quantize_batch(batch: list[Named], spec: QuantSpec, codec: Codec) -> Iterator[Named]:
@@ -195,8 +195,9 @@ class _Pairs:
             self.waiting += tensor.nbytes
             if self.waiting > self.held_bytes:
                 raise ValueError(
-                    f"{len(self.held)} weights of {self.waiting} bytes, first {next(iter(self.held))}, wait for their "
-                    f"scales: more than the {self.held_bytes} bytes held; send scales next to their weights"
+                    f"{len(self.held)} weights of {self.waiting} bytes, the first is {next(iter(self.held))}, "
+                    f"wait for their scales, which exceeds the limit of {self.held_bytes} bytes: pass scales next "
+                    "to their weights"
                 )
         return None
 
@@ -208,7 +209,10 @@ class _Pairs:
             if codes in have:
                 raise ValueError(_missing(name, codes, next(n for n in self.codec.leaves if n not in have)))
             leaf = next(iter(have))
-            raise ValueError(f"{stored_name(name, leaf)}: a scale without its weight {stored_name(name, codes)}")
+            raise ValueError(
+                f"{stored_name(name, leaf)}: a scale without its weight {stored_name(name, codes)}: fetch the "
+                "checkpoint again"
+            )
 
 
 def _missing(name: str, codes: str, leaf: str) -> str:

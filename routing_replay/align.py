@@ -27,7 +27,7 @@ def padding_ids(rows: int, *, num_layers: int, top_k: int, num_experts: int, fir
     experts would be overloaded. Raises ValueError when K > E.
     """
     if top_k > num_experts:
-        raise ValueError(f"{top_k} experts per token of {num_experts}: a row would hold an expert twice")
+        raise ValueError(f"{top_k} experts per token of only {num_experts} experts: a row would have an expert twice")
     ids = torch.arange(first * top_k, (first + rows) * top_k).remainder(num_experts).to(id_dtype(num_experts))
     return ids.view(rows, 1, top_k).expand(rows, num_layers, top_k)
 
@@ -35,7 +35,7 @@ def padding_ids(rows: int, *, num_layers: int, top_k: int, num_experts: int, fir
 def take_rows(trace: RoutingTrace, index: Tensor) -> RoutingTrace:
     """Rows `index` [n] int64, in that order. Raises ValueError when one is outside the trace."""
     if index.numel() and (int(index.min()) < 0 or int(index.max()) >= len(trace)):
-        raise ValueError(f"rows {int(index.min())}..{int(index.max())} of a trace of {len(trace)} rows")
+        raise ValueError(f"rows {int(index.min())}..{int(index.max())} are outside of a trace of {len(trace)} rows")
     return trace.map_rows(lambda t: t.index_select(0, index))
 
 
@@ -68,7 +68,7 @@ def place_rows(trace: RoutingTrace, index: Tensor) -> RoutingTrace:
 def sequence_slice(trace: RoutingTrace, rank: int, size: int) -> RoutingTrace:
     """The contiguous rows of sequence-parallel rank `rank` of `size`. Raises ValueError if they do not divide."""
     if len(trace) % size:
-        raise ValueError(f"{len(trace)} rows do not divide over {size} sequence-parallel ranks: pad them first")
+        raise ValueError(f"{len(trace)} rows are not divisible over {size} sequence-parallel ranks: pad them first")
     n = len(trace) // size
     return trace.map_rows(lambda t: t[rank * n : (rank + 1) * n])
 
@@ -81,7 +81,7 @@ def select_layers(trace: RoutingTrace, layers: Sequence[int]) -> RoutingTrace:
     column = {layer: i for i, layer in enumerate(trace.layers)}
     absent = [layer for layer in layers if layer not in column]
     if absent:
-        raise ValueError(f"no routes of layers {absent} in a trace of layers {list(trace.layers)}")
+        raise ValueError(f"a trace of layers {list(trace.layers)} has no routes of layers {absent}")
     wanted = tuple(sorted(layers))
     others = [layer for layer in trace.layers if layer not in wanted]
     keep, drop = [column[i] for i in wanted], [column[i] for i in others]
@@ -109,7 +109,7 @@ def zigzag_index(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     if bool((rest := lengths % (2 * size)).any()):
         wrong = int(lengths[rest.nonzero()[0, 0]])
-        raise ValueError(f"a sequence of {wrong} tokens does not divide into {2 * size} chunks: pad it first")
+        raise ValueError(f"a sequence of {wrong} tokens is not divisible into {2 * size} chunks: pad it first")
     chunk = lengths // (2 * size)
     both = torch.stack([starts + rank * chunk, starts + (2 * size - 1 - rank) * chunk], 1)
     return ragged_arange(both.flatten(), chunk.repeat_interleave(2))

@@ -99,12 +99,12 @@ def _rearranged(
     faults, undone = [], list(recorded)
     other = [(p, q) for p, q in enumerate(holds.tolist()) if p != q]
     if other:
-        shown = ", ".join(f"layer {p} holds those of layer {q}" for p, q in other[:4])
+        shown = ", ".join(f"layer {p} has the routes of layer {q}" for p, q in other[:4])
         what = f"of the MoE layers of {subject}, counted from 0, {shown}{', ...' if len(other) > 4 else ''}"
         faults.append(RouteFault(kind="layers", what=what, known=len(set(holds.tolist())) == len(holds)))
         undone = [_in_order(u, o, holds) for u, o in zip(undone, own, strict=True)]
     if d:
-        what = f"{subject} are shifted by {d}: row i holds those of token i{-d:+d}"
+        what = f"{subject} are shifted by {d}: row i has the routes of token i{-d:+d}"
         faults.append(RouteFault(kind="shifted", what=what))
         undone = _unshifted(undone, own, d)
     return faults, undone

@@ -32,7 +32,9 @@ class RankRoutes:
         assert len(self.samples) == len(self.lengths) and sum(self.lengths) == len(self.trace)
         if self.checksums.shape != (len(self.trace),):
             shape = tuple(self.checksums.shape)
-            raise ValueError(f"{of_samples(self.samples)}: {shape} checksums for {len(self.trace)} rows of routes")
+            raise ValueError(
+                f"{of_samples(self.samples)}: {shape} checksums do not fit {len(self.trace)} rows of routes"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +60,8 @@ def cut_routes(trace: RoutingTrace, samples: Sequence[str], cu_seqlens: Tensor, 
     """
     if len(trace) != int(cu_seqlens[-1]):
         raise ValueError(
-            f"{of_samples(samples)}: {len(trace)} rows of routes for a micro-batch of {int(cu_seqlens[-1])} tokens"
+            f"{of_samples(samples)}: {len(trace)} rows of routes do not fit a micro-batch of "
+            f"{int(cu_seqlens[-1])} tokens"
         )
     if trace.checksums is None:
         raise ValueError(
@@ -90,7 +93,7 @@ def fed_routes(
     and a row whose checksum belongs to another token, position, layer, ids or gate weights.
     """
     if routes.shard != shard:
-        raise ValueError(f"routes cut for {routes.shard} came to the rank of {shard}")
+        raise ValueError(f"routes cut for {routes.shard} were sent to the rank of {shard}")
     at = pack_rows(cu_seqlens, shard).rows
     real = at >= 0
     rows = at[real]
@@ -98,7 +101,7 @@ def fed_routes(
     index = {name: i for i, name in enumerate(routes.samples)}
     if index.keys() != set(samples):
         lost, other = sorted(set(samples) - index.keys()), sorted(index.keys() - set(samples))
-        raise ValueError(f"routes of samples {other[:4]} came with a micro-batch that needs those of {lost[:4]}")
+        raise ValueError(f"routes of samples {other[:4]} were sent with a micro-batch that needs those of {lost[:4]}")
     order = torch.tensor([index[name] for name in samples])
     have = torch.tensor(routes.lengths)
     want = torch.bincount(owner, minlength=len(samples))
@@ -116,5 +119,7 @@ def fed_routes(
     if broken.any():
         i = int(broken.nonzero()[0])
         place = where(samples[int(owner[i])], found.layers, int(positions[i]))
-        raise ValueError(f"{place}: the checksum does not match the fed token: routes of another row, or changed ones")
+        raise ValueError(
+            f"{place}: the checksum does not match the token: the routes belong to another row, or were changed"
+        )
     return place_rows(found, torch.where(real, real.cumsum(0) - 1, -1))

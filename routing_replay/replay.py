@@ -81,9 +81,9 @@ class RoutingReplayer:
         Raises ValueError when the micro-batch is loaded already, or `fed` has another number of rows.
         """
         if micro in self._traces:
-            raise ValueError(f"{_where(micro, fed)}: loaded twice: create a RoutingReplayer for each step")
+            raise ValueError(f"{_where(micro, fed)} was loaded twice: create a RoutingReplayer for each step")
         if fed is not None and len(fed.tokens) != len(trace):
-            raise ValueError(f"{_where(micro, fed)}: {len(trace)} rows of routes for {len(fed.tokens)} tokens")
+            raise ValueError(f"{_where(micro, fed)}: {len(trace)} rows of routes do not fit {len(fed.tokens)} tokens")
         self._traces[micro] = trace
         if fed is not None:
             self._fed[micro] = fed
@@ -104,25 +104,27 @@ class RoutingReplayer:
         """Why a key cannot be used; empty if it can."""
         if micro not in self._traces:
             loaded = ", ".join(_where(m, self._fed.get(m)) for m in sorted(self._traces))
-            return f"not loaded; loaded: {loaded or 'none'}"
+            return f"its routes were not loaded; loaded are: {loaded or 'none'}"
         trace, fed, key = self._traces[micro], self._fed.get(micro), (micro, layer)
         if layer not in trace.layers:
-            return f"no routes of this layer, only of layers {list(trace.layers)}"
+            return f"this layer has no routes, only layers {list(trace.layers)} have"
         if rows is not None and rows != len(trace):
             first = f"; the first row without a token: {fed.place(rows)}" if fed and rows < len(trace) else ""
-            return f"the router has {rows} tokens, the trace {len(trace)} rows{first}"
+            return f"the router has {rows} tokens, but the trace has {len(trace)} rows{first}"
         if recompute and not self.expect_recompute:
-            return "recomputed, but expect_recompute is false"
+            return "the layer was recomputed, but expect_recompute is false"
         if recompute and key not in self._used[False]:
-            return "recomputed before its forward pass"
+            return "the layer was recomputed before its forward pass"
         if key in self._used[recompute]:
-            return f"used twice in the {'recomputation' if recompute else 'forward pass'}"
+            return f"the routes were used twice in the {'recomputation' if recompute else 'forward pass'}"
         return ""
 
     def gates(self, micro: int, layer: int, *, recompute: bool = False) -> tuple[Tensor, Tensor]:
         """(expert ids [rows, K] int64, their gates [rows, K] fp32) of a key whose `topk` was called in the same pass.
         Raises AssertionError for another key, and for routes without gates."""
-        assert (micro, layer) in self._used[recompute], f"micro-batch {micro}, layer {layer}: gates before experts"
+        assert (micro, layer) in self._used[recompute], (
+            f"micro-batch {micro}, layer {layer}: gates were recorded before experts"
+        )
         trace = self._traces[micro]
         assert trace.weights is not None, f"micro-batch {micro} was loaded without gates"
         column = trace.layers.index(layer)
@@ -168,9 +170,9 @@ class RoutingRecorder:
         if layer not in self.layers:
             raise ValueError(f"{where}: routes of this layer are not recorded, only of layers {list(self.layers)}")
         if (micro, layer) in self._experts:
-            raise ValueError(f"{where}: recorded twice")
+            raise ValueError(f"{where}: the routes were recorded twice")
         if len(experts) != len(fed.tokens):
-            raise ValueError(f"{where}: the router chose for {len(experts)} tokens, it was fed {len(fed.tokens)}")
+            raise ValueError(f"{where}: the router chose experts for {len(experts)} tokens, but got {len(fed.tokens)}")
         self._experts[micro, layer] = experts.to(id_dtype(self.num_experts))
 
     def record_gates(self, micro: int, layer: int, probs: Tensor) -> None:
@@ -178,7 +180,7 @@ class RoutingRecorder:
         `record`; raises AssertionError for a recorder without gates and for a key recorded before, KeyError for one
         whose experts are not recorded."""
         assert self._gates is not None, "a recorder without gates"
-        assert (micro, layer) not in self._gates, f"micro-batch {micro}, layer {layer}: gates recorded twice"
+        assert (micro, layer) not in self._gates, f"micro-batch {micro}, layer {layer}: the gates were recorded twice"
         self._gates[micro, layer] = probs.detach().gather(1, self._experts[micro, layer].to(torch.int64))
 
     def routes(self) -> list[RecordedRoutes]:
@@ -188,8 +190,8 @@ class RoutingRecorder:
             if found is not None and (lost := sorted(keys - found.keys())):
                 shown = ", ".join(f"({_where(m, self.fed[m], i)})" for m, i in lost[:4])
                 raise ValueError(
-                    f"{len(found)} of {len(keys)} routes were recorded; missing: {shown}"
-                    f"{', ...' if len(lost) > 4 else ''}"
+                    f"only {len(found)} of {len(keys)} routes were recorded; missing: "
+                    f"{shown}{', ...' if len(lost) > 4 else ''}"
                 )
         return [self._routes_of(micro) for micro in range(len(self.fed))] if self.layers else []
 

@@ -58,24 +58,26 @@ class RoutingTrace:
     def __post_init__(self) -> None:
         shape = self.experts.shape  # read once: a step makes hundreds of traces
         if len(shape) != 3 or shape[1] != len(self.layers):
-            raise ValueError(f"experts {tuple(shape)} does not fit {len(self.layers)} MoE layers")
+            raise ValueError(f"experts of shape {tuple(shape)} do not fit {len(self.layers)} MoE layers")
         if self.experts.dtype != id_dtype(self.num_experts):
             raise ValueError(
-                f"ids of {self.num_experts} experts are {id_dtype(self.num_experts)}, not {self.experts.dtype}"
+                f"ids of {self.num_experts} experts must be {id_dtype(self.num_experts)}, not {self.experts.dtype}"
             )
         if not _ascending(self.layers):
             raise ValueError(f"layers {self.layers} are not ascending")
         if self.checksums is not None and self.checksums.shape[0] != shape[0]:
             raise ValueError(
-                f"{len(self.checksums)} checksums for {shape[0]} routing rows: a row was dropped or duplicated"
+                f"{len(self.checksums)} checksums do not fit {shape[0]} routing rows: a row was dropped or duplicated"
             )
         if self.layer_checksums is not None and self.layer_checksums.shape[0] != len(self.layers):
-            raise ValueError(f"{len(self.layer_checksums)} layer checksums for {len(self.layers)} MoE layers")
+            raise ValueError(f"{len(self.layer_checksums)} layer checksums do not fit {len(self.layers)} MoE layers")
         if self.weights is not None:
             if self.weights.shape != shape:
-                raise ValueError(f"weights {tuple(self.weights.shape)} of experts {tuple(shape)}")
+                raise ValueError(
+                    f"gate weights of shape {tuple(self.weights.shape)} do not fit experts of shape {tuple(shape)}"
+                )
             if self.weights.dtype != torch.float32:
-                raise ValueError(f"gate weights are fp32, not {self.weights.dtype}")
+                raise ValueError(f"gate weights must be fp32, not {self.weights.dtype}")
         if self.versions is not None and not ordered(self.versions, shape[0]):
             raise ValueError(f"versions {list(self.versions)} do not fit {shape[0]} routing rows")
 
@@ -107,7 +109,7 @@ class RoutingTrace:
     def with_gates(self, weights: Tensor, *, start: int = 0) -> RoutingTrace:
         """Adds gate weights [rows, L, K] fp32 that came with the routes, and includes them in the checksums. start: as
         in `with_checksums`."""
-        assert self.weights is None, "gate weights are added once"
+        assert self.weights is None, "gate weights can only be added once"
         return replace(
             self,
             weights=weights,
@@ -133,8 +135,9 @@ class RoutingTrace:
         first = int(wrong.nonzero()[0, 0]) if bool(wrong.any()) else n
         if len(self) != len(tokens) - 1:
             raise ValueError(
-                f"{where(sample, self.layers, first)}: {len(self)} routing rows for {len(tokens)} tokens, want "
-                f"{len(tokens) - 1}: a row was {'dropped' if len(self) < len(tokens) - 1 else 'duplicated'} there"
+                f"{where(sample, self.layers, first)}: {len(self)} routing rows for {len(tokens)} tokens, "
+                f"expected {len(tokens) - 1}: a row was "
+                f"{'dropped' if len(self) < len(tokens) - 1 else 'duplicated'} there"
             )
         found = diagnose(tokens[:-1], self.experts, self.weights, self.layers, self.checksums, self.layer_checksums)
         raise ValueError(f"{where(sample, found.layers, first)}: {found.what}")
@@ -174,8 +177,8 @@ class RoutingTrace:
         """
         if start != len(self):
             raise ValueError(
-                f"rows from position {start} on cannot follow {len(self)} rows: a row would be "
-                f"{'missing' if start > len(self) else 'duplicated'}; send routed_experts_start_len = {len(self)}"
+                f"rows from position {start} on cannot follow {len(self)} rows, because a row would be "
+                f"{'missing' if start > len(self) else 'duplicated'}: send routed_experts_start_len = {len(self)}"
             )
         rows = RoutingTrace.concat([self, more])
         sums = _all_or_none("layer checksums", [self.layer_checksums, more.layer_checksums])
@@ -311,7 +314,9 @@ def _fed(tokens: Sequence[Tensor], rows: Sequence[int], start: int = 0) -> tuple
 def _all_or_none(what: str, values: Sequence[_T | None]) -> list[_T] | None:
     have = [v for v in values if v is not None]
     if len(have) not in (0, len(values)):
-        raise ValueError(f"{len(have)} of {len(values)} traces have {what}: join only traces of the same origin")
+        raise ValueError(
+            f"only {len(have)} of {len(values)} traces have {what}: join traces that all have it, or that all lack it"
+        )
     return have or None
 
 

@@ -16,10 +16,10 @@ _SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "
 def duplicate_lines(found: Duplicates, threshold: float) -> list[str]:
     """For the console and the card."""
     return [
-        f"duplicates: {len(found.removed)} rows, {found.exact} of the same text and {len(found.removed) - found.exact} "
-        f"nearly (Jaccard index of 3-word shingles from {threshold:g})",
+        f"duplicates: {len(found.removed)} rows, {found.exact} exact and {len(found.removed) - found.exact} near "
+        f"(Jaccard similarity of 3-word shingles >= {threshold:g})",
         f"contradictions: {len(found.contradictions)} prompts with several answers",
-        f"variants: {found.variants} pairs of nearly the same prompt with other answers",
+        f"variants: {found.variants} pairs of near-duplicate prompts with different answers",
     ]
 
 

@@ -22,7 +22,7 @@ from rollout.prompts.config import DataConfig
 from rollout.prompts.source import Tokenizer
 
 ROWS, GOLD, CONTRADICTIONS, LEAKS, DUPLICATES = (
-    "rows that a run refuses",
+    "rows that a run rejects",
     "answers below the full reward",
     "prompts with several answers",
     "rows that are in an eval set",
@@ -107,19 +107,19 @@ async def _examine(
         return Finding(items[i].place, text)
 
     if reward is None:
-        out.unchecked[GOLD] = "no reward is named: give --reward NAME, or the --config of a run"
+        out.unchecked[GOLD] = "no reward is set: pass --reward NAME, or the --config of a run"
     else:
         out.found[GOLD] = [at(*fault) for fault in await gold_faults(items, reward, full=full, form=form)]
     found = find_duplicates(items, threshold)
     out.found[CONTRADICTIONS] = [
-        at(rows[0], f"the same prompt has another answer at {', '.join(items[i].place for i in rows[1:])}")
+        at(rows[0], f"the same prompt has a different answer at {', '.join(items[i].place for i in rows[1:])}")
         for rows in found.contradictions
     ]
     if held:
         leaks = find_leaks(table, held, threshold)
         out.found[LEAKS] = [at(leak.item, str(leak)) for leak in leaks]
     else:
-        out.unchecked[LEAKS] = "no eval set is named: give --against FILE, or the --config of a run"
+        out.unchecked[LEAKS] = "no eval set is set: pass --against FILE, or the --config of a run"
     out.found[DUPLICATES] = [
         at(d.item, f"repeats {items[d.kept].place}" + ("" if d.exact else f" (similarity {d.jaccard:.2f})"))
         for d in found.removed

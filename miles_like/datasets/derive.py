@@ -33,11 +33,11 @@ def write_reduced(
         there, counts = {leak.item for leak in leaks}, leak_counts(leaks)
         kept = [i for i in kept if i not in there]
         lines.append(
-            f"leaks into {', '.join(held.values())}: {len(leaks)} rows, {counts['exact']} exact, {counts['near']} "
-            f"nearly, {counts['passage']} by a passage"
+            f"leaks into {', '.join(held.values())}: {len(leaks)} rows: {counts['exact']} exact, {counts['near']} "
+            f"near, {counts['passage']} by a common passage"
         )
     if not kept:
-        raise ValueError(f"{path}: all of its {len(table.items)} rows are in eval sets: give other eval sets")
+        raise ValueError(f"{path}: all {len(table.items)} rows are in eval sets: use different eval sets")
     with Outputs() as outputs:
         outputs.selected(out, table, kept)
         if card_file is not None:
@@ -55,17 +55,17 @@ def write_split(
     shares = parse_parts(parts)
     suffix = Path(path).suffix if format is None else f".{format}"
     if suffix not in SUFFIXES:
-        raise ValueError(f"{path}: --format is not given, or not jsonl or parquet: give one of them")
+        raise ValueError(f"{path}: --format must be jsonl or parquet: pass one of them")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is there and not an empty directory: give another one")
+        raise ValueError(f"{out} exists and is not an empty directory: choose another one")
     table = read_table(path, config)
     found = split(table.items, shares, threshold=threshold, seed=seed)
     if empty := [name for name, rows in found.parts.items() if not rows]:
-        raise ValueError(f"{path}: no row of its {len(table.items)} belongs to {empty[0]!r}: give it a larger share")
+        raise ValueError(f"{path}: none of its {len(table.items)} rows belongs to {empty[0]!r}: give it a larger share")
     lines = [
         f"parts: {parts} of prompts, by the SHA-256 of the text and seed {seed}",
-        f"left out: {len(found.left_out)} rows of {found.crossing} clusters that lay in several parts (Jaccard index "
-        f"of 3-word shingles from {threshold:g})",
+        f"left out: {len(found.left_out)} rows of {found.crossing} clusters that span several parts (Jaccard "
+        f"similarity of 3-word shingles >= {threshold:g})",
     ]
     written = dict(found.parts) | ({LEFT_OUT: found.left_out} if found.left_out else {})
     with Outputs() as outputs:

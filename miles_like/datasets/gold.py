@@ -37,7 +37,7 @@ async def gold_faults(
     place of the answer; None: each of `response_forms`. Closes the reward. Rows without an answer are passed over where
     the reward compares with it. Raises ValueError for a form without {answer}."""
     if form is not None and ANSWER not in form:
-        raise ValueError(f"--response {form!r} has no {ANSWER}: write it where the answer stands")
+        raise ValueError(f"--response {form!r} has no {ANSWER}: add it in the place of the answer")
     try:
         out: list[GoldFault] = []
         asked = [i for i, item in enumerate(items) if item.prompt.answer or not reward.compares]

@@ -22,8 +22,8 @@ class Leak(NamedTuple):
 
     def __str__(self) -> str:
         words = {
-            "exact": "the prompt is that of",
-            "near": f"the prompt is nearly that of (similarity {self.jaccard:.2f})",
+            "exact": "the prompt equals that of",
+            "near": f"the prompt is a near-duplicate (similarity {self.jaccard:.2f}) of",
             "passage": f"the prompt shares {WORDS} consecutive words with",
         }
         return f"{words[self.how]} {self.held}"

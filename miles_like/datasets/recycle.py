@@ -41,7 +41,7 @@ def last_visits(run_dir: Path, pass_at: float) -> dict[str, Visit]:
     files = sorted(run_dir.glob("rollouts/step_*.jsonl"), key=_step_of)
     ledger = run_dir / "ledger.jsonl"
     if not files and not ledger.is_file():
-        raise ValueError(f"{run_dir} has neither rollouts/step_N.jsonl nor ledger.jsonl: give the directory of a run")
+        raise ValueError(f"{run_dir} has neither rollouts/step_N.jsonl nor ledger.jsonl: pass the directory of a run")
     out: dict[str, Visit] = {}
 
     def add(prompt: str, visit: Visit) -> None:
@@ -71,7 +71,10 @@ def recycled(tables: Sequence[Table], visits: Mapping[str, Visit], *, low: float
     of the files. Raises ValueError for bounds without a rate between them, and where no visited prompt is in the
     files."""
     if not 0 <= low <= high <= 1:
-        raise ValueError(f"--min-pass-rate {low:g} and --max-pass-rate {high:g}: give two shares, the first not above")
+        raise ValueError(
+            f"--min-pass-rate {low:g} and --max-pass-rate {high:g}: pass two numbers from 0 to 1, of which the "
+            "first is not larger"
+        )
     rows, known = list[tuple[float, dict[str, Any]]](), 0
     for table in tables:
         for item in table.items:
@@ -84,8 +87,8 @@ def recycled(tables: Sequence[Table], visits: Mapping[str, Visit], *, low: float
                 rows.append((visit.pass_rate, {**item.row, "id": item.prompt.id, **added}))
     if visits and not known:
         raise ValueError(
-            f"none of the {len(visits)} prompts of the run is in {', '.join(t.path for t in tables)}: give the files "
-            "as they were, and with --tokenizer the model's directory"
+            f"none of the {len(visits)} prompts of the run is in {', '.join(t.path for t in tables)}: restore "
+            "the files of the run, and pass the model's directory as --tokenizer"
         )
     rows.sort(key=lambda row: row[0])
     return Recycled(rows=[row for _, row in rows], visited=len(visits), unknown=len(visits) - known)

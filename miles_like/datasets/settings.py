@@ -26,7 +26,7 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> DataTools:
     known = DataTools.model_fields
     for text in overrides:
         if next(iter(parse_override(text))) not in known:
-            raise ValueError(f"--set {text}: the data commands read the sections {', '.join(known)}: remove it")
+            raise ValueError(f"--set {text}: the data commands read only the sections {', '.join(known)}: remove it")
     tree = {k: v for k, v in read_tree(path, overrides).items() if k in known}
     given = tree.get("data", {})
     tree["data"] = given if given.get("sources") else {"train": "", **given}
@@ -45,6 +45,9 @@ def eval_files(settings: DataTools, against: Sequence[str]) -> Mapping[str, str]
         before, eq, after = text.partition("=")
         name, path = (before, after) if eq and NAME.fullmatch(before) else (Path(text.partition(":")[0]).stem, text)
         if name in out:
-            raise ValueError(f"--against {text}: {name!r} is {out[name]} already: give one another name, NAME=FILE")
+            raise ValueError(
+                f"--against {text}: the name {name!r} is already used for {out[name]}: choose a different name "
+                "with --against NAME=FILE"
+            )
         out[name] = path
     return out

@@ -51,7 +51,9 @@ def shingles(text: str) -> Shingles:
 def exact_threshold(threshold: float) -> Fraction:
     """Raises ValueError unless 0 < threshold <= 1."""
     if not 0 < threshold <= 1:
-        raise ValueError(f"--threshold {threshold:g}: give a Jaccard index above 0 and up to 1, such as {THRESHOLD:g}")
+        raise ValueError(
+            f"--threshold {threshold:g}: expected a Jaccard similarity above 0 and up to 1, for example {THRESHOLD:g}"
+        )
     return Fraction(str(threshold))
 
 

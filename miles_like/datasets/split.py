@@ -41,13 +41,16 @@ def parse_parts(text: str) -> dict[str, Fraction]:
             eq, value = "", Fraction(0)
         if not eq or not _NAME.fullmatch(name) or name == LEFT_OUT or name in out or value <= 0:
             raise ValueError(
-                f"--parts {text}: {one.strip()!r} is not NAME=SHARE with another name (not {LEFT_OUT!r}) and a share "
-                "above 0: give for example train=0.9,heldout=0.1"
+                f"--parts {text}: {one.strip()!r} is not NAME=SHARE with a unique name (not {LEFT_OUT!r}) and a "
+                "share above 0: use for example train=0.9,heldout=0.1"
             )
         out[name] = value
     if len(out) < 2 or sum(out.values()) != 1:
         total = float(sum(out.values()))
-        raise ValueError(f"--parts {text}: {len(out)} parts with shares of {total:g} together: give two or more, of 1")
+        raise ValueError(
+            f"--parts {text}: {len(out)} parts with shares of {total:g} in total: use two or more parts, with "
+            "shares of 1 in total"
+        )
     return out
 
 
@@ -59,7 +62,7 @@ def part_of(text: str, parts: Mapping[str, Fraction], seed: int) -> str:
         above += share
         if at < above:
             return name
-    raise AssertionError("the shares have a sum of 1")
+    raise AssertionError("the shares must sum to 1")
 
 
 def split(items: Sequence[Item], parts: Mapping[str, Fraction], *, threshold: float, seed: int = 0) -> Split:

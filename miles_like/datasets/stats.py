@@ -101,7 +101,7 @@ def measure(
     answers = [i.prompt.answer for i in items if i.prompt.answer]
     prompt_chars = lengths_of(len(i.asked) for i in items)
     if prompt_chars is None:
-        raise ValueError(f"{table.path}: no row is left to measure")
+        raise ValueError(f"{table.path}: there are no rows to measure")
     counted = tokenizer if table.tokenized else None
     rates = rates or {}
     return Stats(

@@ -32,7 +32,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             except ValueError:
                 found = None
             if not isinstance(found, dict):
-                raise ValueError(f"{path}, line {n}: want one JSON object a line, as miles-like writes them")
+                raise ValueError(f"{path}, line {n}: expected one JSON object per line, as miles-like writes them")
             yield n, found
 
 
@@ -49,7 +49,8 @@ def pass_rates(path: Path, table: Table, pass_at: float) -> Mapping[str, PassRat
         texts = isinstance(name, str) and isinstance(mode, str) and isinstance(prompt, str)
         if not texts or "reward" not in line or not isinstance(reward, int | float | None):
             raise ValueError(
-                f"{path}, line {n}: want set, mode, prompt_id and reward, as `miles-like eval --answers` writes them"
+                f"{path}, line {n}: expected the keys set, mode, prompt_id and reward, as `miles-like eval "
+                "--answers` writes them"
             )
         found = rewards[str(name)][str(prompt)].setdefault(str(mode), [])
         if reward is not None:
@@ -65,8 +66,9 @@ def pass_rates(path: Path, table: Table, pass_at: float) -> Mapping[str, PassRat
             out[prompt] = PassRate(sum(r >= pass_at for r in scored), len(scored))
     if not out:
         raise ValueError(
-            f"{path}: none of its answers is to one of the {len(ids)} prompts of {table.path}: give the file that was "
-            "answered, with its columns, and with the --tokenizer of the model if it has no ids and a chat template"
+            f"{path}: none of its answers belongs to one of the {len(ids)} prompts of {table.path}: use the file "
+            "that was evaluated, with the same columns, and pass the model's --tokenizer if the prompts have no "
+            "ids and use a chat template"
         )
     return out
 

@@ -96,7 +96,7 @@ def examined(
             faults.append(Finding(place, str(e).removeprefix(f"{rows.where(i)}: ").removeprefix(f"{path} ")))
             continue
         if given is not None and given in first_of:
-            faults.append(Finding(place, f"id {given!r} is that of {first_of[given]} too: give each row its own"))
+            faults.append(Finding(place, f"id {given!r} is also that of {first_of[given]}: give each row a unique id"))
             continue
         first_of.setdefault(item.prompt.id, place)
         items.append(item)

@@ -85,7 +85,7 @@ class Outputs:
         try:
             pq.write_table(table, partial)
         except pa.ArrowException as e:
-            raise ValueError(f"{path} cannot be written as parquet ({_first_line(e)}): give a .jsonl name") from None
+            raise ValueError(f"{path} cannot be written as parquet ({_first_line(e)}): use a .jsonl file") from None
 
     def _new(self, path: Path) -> Path:
         self._made += [p for p in reversed([path.parent, *path.parent.parents]) if not p.exists()]
@@ -97,7 +97,7 @@ class Outputs:
 def check_suffix(path: Path) -> str:
     """The suffix of a file to write. Raises ValueError for one that is not in SUFFIXES."""
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path}: rows are written as {' or '.join(SUFFIXES)}: give a name that ends in one of them")
+        raise ValueError(f"{path}: expected a name ending in {' or '.join(SUFFIXES)}")
     return path.suffix
 
 
@@ -137,10 +137,10 @@ def arrow_table(rows: Sequence[Row], path: Path) -> tuple[pa.Table, list[str]]:
                 array = pa.array([None if v is None else text_of(v) for v in values])
             except ValueError:
                 raise ValueError(
-                    f"{path}: column {name!r} has values of several forms, which parquet does not keep: give a .jsonl "
-                    "name"
+                    f"{path}: column {name!r} has values of several types, which parquet does not support: use a "
+                    ".jsonl file"
                 ) from None
-            notes.append(f"{path}: column {name!r} is written as text, since its numbers have several forms")
+            notes.append(f"{path}: column {name!r} is written as text, because its numbers have several types")
         made.append(array)
     return pa.table(dict(zip(names, made, strict=True))), notes
 

@@ -101,7 +101,9 @@ class HFCheckpoint:
                 self._info[name] = info
         for name, file in (weight_map or {}).items():
             if name not in self._info or self._info[name].file.name != file:
-                raise ValueError(f"{self.path / INDEX} lists {name} in {file}, which does not have it: {_REFETCH}")
+                raise ValueError(
+                    f"{self.path / INDEX} lists {name} in {file}, but that file does not have it: {_REFETCH}"
+                )
         for name, info in self._info.items():
             if weight_map and name not in weight_map:
                 raise ValueError(f"{info.file} has {name}, which {INDEX} does not list: {_REFETCH}")
@@ -118,7 +120,8 @@ class HFCheckpoint:
         if not (self.path / INDEX).exists():
             if not (self.path / _SINGLE).exists():
                 raise ValueError(
-                    f"{self.path} has neither {_SINGLE} nor {INDEX}: not a safetensors checkpoint, or incomplete"
+                    f"{self.path} has neither {_SINGLE} nor {INDEX}: it is not a safetensors checkpoint, or "
+                    "is incomplete; fetch it again"
                 )
             return None
         weight_map = _read_json(self.path / INDEX, _INDEX_BYTES, once=True).get("weight_map")
@@ -127,12 +130,12 @@ class HFCheckpoint:
             or not isinstance(weight_map, dict)
             or not all(isinstance(f, str) for f in weight_map.values())
         ):
-            raise ValueError(f"{self.path / INDEX} has no weight_map from names to files: {_REFETCH}")
+            raise ValueError(f"{self.path / INDEX} has no weight_map from tensor names to files: {_REFETCH}")
         for file in sorted(set(weight_map.values())):
             if Path(file).name != file or "\0" in file or not (self.path / file).exists():
-                raise ValueError(f"{self.path / file} is missing, {INDEX} lists it: {_REFETCH}")
+                raise ValueError(f"{self.path / file} is missing, although {INDEX} lists it: {_REFETCH}")
         if (self.path / _SINGLE).exists() and _SINGLE not in weight_map.values():  # transformers would read this one
-            raise ValueError(f"{self.path / _SINGLE} is not among the files that {INDEX} lists: remove one of the two")
+            raise ValueError(f"{self.path / _SINGLE} is not among the files that {INDEX} lists: remove one of them")
         return weight_map
 
     def names(self) -> list[str]:
@@ -144,7 +147,7 @@ class HFCheckpoint:
 
     def info(self, name: str) -> TensorInfo:
         if name not in self._info:
-            raise ValueError(f"{self.path} has no tensor {name}; it has {len(self._info)} others")
+            raise ValueError(f"{self.path} has no tensor {name}, but {len(self._info)} others")
         return self._info[name]
 
     @property
@@ -164,7 +167,7 @@ class HFCheckpoint:
         """
         info = self.info(name)
         if not info.shape or not 0 <= a <= b <= info.shape[0]:
-            raise ValueError(f"{name} has the shape {list(info.shape)}: it has no rows {a} to {b}")
+            raise ValueError(f"{name} has shape {list(info.shape)} and no rows {a} to {b}")
         row = info.nbytes // max(1, info.shape[0])
         return _pread(info, a * row, (b - a) * row, buffer).view(b - a, *info.shape[1:])
 
@@ -202,7 +205,7 @@ def check_counts(config: Mapping[str, Any], path: Path) -> None:
     for name, (least, most) in COUNTS.items():
         value = config.get(name)
         if value is not None and (type(value) is not int or not least <= value <= most):
-            raise ValueError(f"{path}: {name} is {_short(value)}: want a whole number from {least:,} to {most:,}")
+            raise ValueError(f"{path}: {name} is {_short(value)}: expected an integer from {least:,} to {most:,}")
 
 
 def generation_eos(directory: Path) -> tuple[int, ...] | None:
@@ -214,7 +217,7 @@ def generation_eos(directory: Path) -> tuple[int, ...] | None:
     found = _read_json(path, _CONFIG_BYTES).get("eos_token_id")
     tokens = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(t) is int and 0 <= t <= COUNTS["vocab_size"][1] for t in tokens):
-        raise ValueError(f"{path}: eos_token_id is {_short(found)}: want a token or a list of tokens")
+        raise ValueError(f"{path}: eos_token_id is {_short(found)}: expected a token or a list of tokens")
     return None if found is None else tuple(tokens)
 
 
@@ -232,7 +235,7 @@ def _read_json(path: Path, limit: int, *, once: bool = False) -> dict[str, Any]:
         check_inside(path, path.parent)
         value = read_json(path, limit, _once if once else None)
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing: is this a Hugging Face model directory?") from None
+        raise ValueError(f"{path} is missing: use a Hugging Face model directory") from None
     except ValueError as e:
         raise ValueError(f"{path} is not readable JSON ({e}): {_REFETCH}") from None
     if not isinstance(value, dict):
@@ -255,7 +258,9 @@ def _entry(name: str, entry: Mapping[str, Any]) -> tuple[str, str, tuple[int, ..
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     for number in (*shape, begin, end):
         if type(number) is not int or not 0 <= number < 1 << 63:
-            raise ValueError(f"{name} has {_short(number)} in its shape or offsets, which are whole numbers from 0")
+            raise ValueError(
+                f"{name} has {_short(number)} in its shape or offsets, which must be integers of at least 0"
+            )
     return name, str(entry["dtype"]), shape, begin, end
 
 
@@ -265,7 +270,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         size = os.fstat(f.fileno()).st_size
         length = int.from_bytes(f.read(8), "little")
         if size < 8 + length and length < 100_000_000:
-            raise ValueError(f"{path} is truncated: {size} bytes, the header alone needs {8 + length}: {_REFETCH}")
+            raise ValueError(f"{path} is truncated: {size} bytes, but the header alone needs {8 + length}: {_REFETCH}")
         if size < 8 or length >= 100_000_000:
             raise ValueError(f"{path} is not a safetensors file ({size} bytes): {_REFETCH}")
         raw = f.read(length)
@@ -280,10 +285,12 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     for name, dtype_name, shape, begin, stop in entries:
         dtype = _DTYPES.get(dtype_name)
         if dtype is None:
-            raise ValueError(f"{path}: {name} has dtype {dtype_name}; supported are {', '.join(_DTYPES)}")
+            raise ValueError(f"{path}: {name} has dtype {dtype_name}, but supported are {', '.join(_DTYPES)}")
         nbytes = math.prod(shape) * dtype.itemsize
         if begin != end or stop - begin != nbytes:
-            raise ValueError(f"{path}: {name} {list(shape)} {dtype_name} cannot lie at {begin}..{stop}: {_REFETCH}")
+            raise ValueError(
+                f"{path}: {name} {list(shape)} {dtype_name} does not fit bytes {begin}..{stop}: {_REFETCH}"
+            )
         out[name] = TensorInfo(dtype, shape, nbytes, path, 8 + length + begin)
         end = stop
     want = 8 + length + end
@@ -336,7 +343,7 @@ def write_hf(
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} exists: remove it or choose another output directory")
     if copy_from is not None and not Path(copy_from).is_dir():
-        raise ValueError(f"{copy_from} is not a directory: no tokenizer can be copied from it")
+        raise ValueError(f"{copy_from} is not a directory: so no tokenizer can be copied from it")
     partial = path.with_name(path.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)  # left by a process that was killed
@@ -400,7 +407,7 @@ class _ShardWriter:
         if name in self.names:
             raise ValueError(f"{name} occurs twice")
         if tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{name}: {tensor.dtype} is not supported; supported are {', '.join(_DTYPES)}")
+            raise ValueError(f"{name}: {tensor.dtype} is not supported: supported are {', '.join(_DTYPES)}")
         self.names.add(name)
         shape, n = list(tensor.shape), tensor.nbytes
         entry_bytes = len(json.dumps(name)) + len(str(shape)) + 96  # upper bound of its header entry

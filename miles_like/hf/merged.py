@@ -25,7 +25,7 @@ def join_parts(parts: Sequence[Path], path: Path) -> int:
         by_file: dict[Path, list[str]] = {}
         for name in checkpoint.names():
             if name in held:
-                raise ValueError(f"{name} is in two parts, {held[name]} and {checkpoint.path}")
+                raise ValueError(f"{name} is in two directories, {held[name]} and {checkpoint.path}: remove one")
             held[name] = checkpoint.path
             by_file.setdefault(checkpoint.info(name).file, []).append(name)
         files += by_file.items()

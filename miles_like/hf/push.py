@@ -18,10 +18,10 @@ def check_push(repo: str) -> None:
         validate_repo_id(repo)
         HfApi().whoami()
     except HFValidationError:
-        raise ValueError(f"--push {repo}: want the name of a repository on the hub, OWNER/NAME") from None
+        raise ValueError(f"--push {repo}: expected the name of a hub repository, OWNER/NAME") from None
     except (HTTPError, OSError) as e:
         raise ValueError(
-            f"--push {repo}: {_first_lines(e)}: give a token that may write, by `hf auth login` or in HF_TOKEN"
+            f"--push {repo}: {_first_lines(e)}: provide a token with write permission with `hf auth login` or HF_TOKEN"
         ) from None
 
 

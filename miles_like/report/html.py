@@ -77,7 +77,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     line that is no JSON object of numbers with a step.
     """
     if not path.exists():
-        raise ValueError(f"{path} does not exist: name the run directory of a run that has trained")
+        raise ValueError(f"{path} does not exist: pass the directory of a run that has trained")
     lines = _text(path, path.parent, METRICS_BYTES).splitlines(keepends=True)
     rows: dict[float, dict[str, float]] = {}
     for number, line in enumerate(lines, 1):
@@ -92,12 +92,13 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         if wrong := [k for k, v in row.items() if not _is_figure(v)]:
             value = repr(row[wrong[0]])[:40]
             raise ValueError(
-                f"{path} line {number}: {wrong[0][:80]} is {value}, want a number within {LARGEST:g}: remove that line"
+                f"{path} line {number}: {wrong[0][:80]} is {value}, expected a number within {LARGEST:g}: "
+                "remove that line"
             )
         values = {k: math.nan if v is None else float(v) for k, v in row.items()}
         rows.setdefault(values["step"], {}).update(values)
     if not rows:
-        raise ValueError(f"{path} has no step yet: wait for the run's first step, or name another run directory")
+        raise ValueError(f"{path} has no step yet: wait for the run's first step, or pass another run directory")
     return [rows[s] for s in sorted(rows)]
 
 

@@ -85,7 +85,7 @@ def pass_at_k(*, n: int, correct: int, k: int) -> float:
     1 <= k <= n and 0 <= correct <= n.
     """
     if not (1 <= k <= n and 0 <= correct <= n):
-        raise ValueError(f"pass@{k} of {n} samples with {correct} right: want 1 <= k <= n and 0 <= right <= n")
+        raise ValueError(f"pass@{k} of {n} samples with {correct} right: expected 1 <= k <= n and 0 <= right <= n")
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -106,7 +106,7 @@ def eval_metrics(groups: Sequence[SampleGroup], *, name: str, k: int, right: flo
     most = max((len(r) for r in rewards), default=None)
     if most is None or most > k:
         raise ValueError(
-            f"eval set {name!r} has {len(groups)} groups of up to {most} answers: want groups of up to {k}"
+            f"eval set {name!r} has {len(groups)} groups of up to {most} answers: expected groups of up to {k}"
         )
     out = {}
     if most:

@@ -227,7 +227,7 @@ def _mismatch(ax: Axes, rows: Rows) -> bool:
 
 def _routing(ax: Axes, rows: Rows) -> bool:
     lines = {
-        "routing/agreement": ("trainer would choose the same experts", BLUE),
+        "routing/agreement": ("trainer's routers choose the same experts", BLUE),
         "routing/replay_coverage": ("replayed", ORANGE),
     }
     ends = []

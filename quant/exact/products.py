@@ -40,7 +40,7 @@ def linear(x: Tensor, w: Tensor, shards: int = 1) -> Tensor:
     that compute one shard each (`partial`, `in_rank_order`). Raises ValueError where K does not divide.
     """
     if x.shape[1] % shards:
-        raise ValueError(f"{x.shape[1]} columns do not divide into {shards} shards: choose a divisor")
+        raise ValueError(f"{x.shape[1]} columns are not divisible into {shards} shards: choose a divisor")
     if shards == 1:
         return partial(x, w).to(x.dtype)
     size = x.shape[1] // shards

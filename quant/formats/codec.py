@@ -25,8 +25,7 @@ from quant.spec import QuantSpec
 __all__ = ["NOT_FINITE", "Codec", "Layout", "PerBlock", "PerWeight", "QuantTensor"]
 
 _DAMAGED = (
-    "NaN or infinite values; nothing was quantized. Check the checkpoint it came from, or the gradient norm of the "
-    "last step"
+    "NaN or infinite values; nothing was quantized. Check the source checkpoint, or the gradient norm of the last step"
 )
 NOT_FINITE = 0x7F80  # bits of infinity in bf16; those of a NaN are greater
 
@@ -133,17 +132,20 @@ class Codec(ABC):
         assert isinstance(kind, PerBlock)
         shape = tuple(codes.shape) if isinstance(codes, Tensor) else codes
         if len(shape) != 2:
-            raise ValueError(f"{name}: {self.spec.format} codes ({leaf}) are 2-D, these are {list(shape)}")
+            raise ValueError(f"{name}: {self.spec.format} codes ({leaf}) must be 2-D, but their shape is {list(shape)}")
         return shape[0] * kind.rows, shape[1] * kind.columns
 
     def _check_shape(self, name: str, shape: Sequence[int]) -> None:
         if len(shape) != 2 or not all(shape):
-            raise ValueError(f"{name}: {self.spec.format} holds 2-D weights, this one is {list(shape)}")
+            raise ValueError(
+                f"{name}: {self.spec.format} supports 2-D weights, but this shape is {list(shape)}: exclude the "
+                "weight (ignore)"
+            )
         bn, bk = self.block
         if bn == 1 and shape[1] % bk:
             raise ValueError(
-                f"{name}: {shape[1]} columns are not a multiple of the group of {bk} that {self.spec.format} scales "
-                "together: choose a smaller group, or exclude the weight (ignore)"
+                f"{name}: {shape[1]} columns are not a multiple of {self.spec.format}'s group of {bk} that shares "
+                "a scale: choose a smaller group, or exclude the weight (ignore)"
             )
 
     # ---- encode
@@ -229,7 +231,7 @@ class Codec(ABC):
         alike: defaultdict[tuple[torch.Size, torch.device], list[str]] = defaultdict(list)
         for name, w in bundle.items():
             if not w.is_floating_point():
-                raise ValueError(f"{name}: {self.spec.format} holds 2-D float weights, this one is {w.dtype}")
+                raise ValueError(f"{name}: {self.spec.format} supports 2-D float weights, but this dtype is {w.dtype}")
             self._check_shape(name, w.shape)
             alike[w.shape, w.device].append(name)
         tops = self._tops(bundle, amax) if self.shared_amax else None
@@ -274,7 +276,7 @@ class Codec(ABC):
             if tuple(qs[0].stored[leaf].shape) != want:
                 have = tuple(qs[0].stored[leaf].shape)
                 raise ValueError(
-                    f"{leaf} {have} does not fit a weight {n} x {k} in blocks of {self.block}: want {want}"
+                    f"{leaf} {have} does not fit a weight {n} x {k} in blocks of {self.block}: expected {want}"
                 )
         device = next(iter(qs[0].stored.values())).device
         if out is None:
@@ -339,8 +341,8 @@ class Codec(ABC):
             module = name.removesuffix(".weight")
             raise ValueError(
                 f"{module}.{leaf}: {tensor.dtype} {tuple(tensor.shape)}; a weight {tuple(shape)} in "
-                f"{self.spec.format} blocks of {self.block} has {str(dtype).removeprefix('torch.')} {want}: does "
-                "the quantization_config in config.json belong to these weights?"
+                f"{self.spec.format} blocks of {self.block} needs {str(dtype).removeprefix('torch.')} {want}: "
+                "check that the quantization_config in config.json belongs to these weights"
             )
         return fit
 

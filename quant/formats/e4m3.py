@@ -35,4 +35,4 @@ class E4m3Codec(Codec):
     def _check_values(self, name: str, stored: Mapping[str, Tensor]) -> None:
         super()._check_values(name, stored)
         if int((stored["weight"].view(torch.uint8) & 0x7F).max()) == 0x7F:
-            raise ValueError(f"{name}.weight: codes that are NaN: fetch the checkpoint again")
+            raise ValueError(f"{name}.weight has NaN codes: fetch the checkpoint again")

@@ -38,7 +38,7 @@ class Fp8BlockCodec(E4m3Codec):
 
     def __init__(self, spec: QuantSpec) -> None:
         if spec.format not in (QuantFormat.FP8, QuantFormat.FP8_UE8M0):
-            raise ValueError(f"the FP8 codec was given a spec of format {spec.format}")
+            raise ValueError(f"the FP8 codec does not support a spec of format {spec.format}")
         super().__init__(spec)
         bn, bk = self.block
         self.stored = {"weight": PerBlock(torch.float8_e4m3fn), SCALES: PerBlock(torch.float32, bn, bk)}
@@ -64,11 +64,11 @@ class Fp8BlockCodec(E4m3Codec):
         scales = stored[SCALES]
         low, high = (x.item() for x in torch.aminmax(scales))  # either is NaN when one scale is
         if not (low >= 0 and high < math.inf):
-            raise ValueError(f"{name}.{SCALES}: scales must be finite, not negative: fetch the checkpoint again")
+            raise ValueError(f"{name}.{SCALES}: scales must be finite and not negative: fetch the checkpoint again")
         if self.spec.format is QuantFormat.FP8_UE8M0 and bool((scales.view(torch.int32) & 0x7FFFFF).any()):
             raise ValueError(
-                f"{name}.{SCALES}: scales that are not powers of two, but config.json has scale_fmt = 'ue8m0': "
-                "does it belong to these weights?"
+                f"{name}.{SCALES}: scales are not powers of two, but config.json has scale_fmt = 'ue8m0': check "
+                "that it belongs to these weights"
             )
         super()._check_values(name, stored)
 

@@ -32,7 +32,7 @@ class Int4Codec(Codec):
 
     def __init__(self, spec: QuantSpec) -> None:
         if spec.format is not QuantFormat.INT4:
-            raise ValueError(f"the INT4 codec was given a spec of format {spec.format}")
+            raise ValueError(f"the INT4 codec does not support a spec of format {spec.format}")
         super().__init__(spec)
         self.stored = {
             "weight_packed": PerBlock(torch.int32, 1, 8),
@@ -71,11 +71,12 @@ class Int4Codec(Codec):
     def _check_values(self, name: str, stored: Mapping[str, Tensor]) -> None:
         low, high = (x.item() for x in torch.aminmax(stored["weight_scale"]))
         if not (low >= 0 and high < math.inf):
-            raise ValueError(f"{name}.weight_scale: scales must be finite, not negative: fetch the checkpoint again")
+            raise ValueError(f"{name}.weight_scale: scales must be finite and not negative: fetch the checkpoint again")
 
     def _check_whole(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
         given = stored["weight_shape"].tolist()
         if given != list(shape):
             raise ValueError(
-                f"{name}.weight_shape is {given}, {name}.weight_packed holds {list(shape)}: fetch the checkpoint again"
+                f"{name}.weight_shape is {given}, but {name}.weight_packed has {list(shape)}: fetch the "
+                "checkpoint again"
             )

@@ -38,7 +38,7 @@ class _MxCodec(Codec):
 
     def __init__(self, spec: QuantSpec) -> None:
         if spec.format is not self.format:
-            raise ValueError(f"the {self.format} codec was given a spec of format {spec.format}")
+            raise ValueError(f"the {self.format} codec does not support a spec of format {spec.format}")
         super().__init__(spec)
         self.scales = "weight_scale_inv" if spec.convention == "sglang" else "weight_scale"
 
@@ -54,8 +54,8 @@ class _MxCodec(Codec):
         code = int(stored[self.scales].max())
         if code > self.greatest:
             raise ValueError(
-                f"{name}.{self.scales}: a scale of code {code}, which is NaN (255) or too large for a finite weight "
-                f"(above {self.greatest}): fetch the checkpoint again"
+                f"{name}.{self.scales}: scale code {code} is NaN (255) or too large for a finite weight (above "
+                f"{self.greatest}): fetch the checkpoint again"
             )
 
 

@@ -45,7 +45,7 @@ class Nvfp4Codec(E2m1Codec):
 
     def __init__(self, spec: QuantSpec) -> None:
         if spec.format is not QuantFormat.NVFP4:
-            raise ValueError(f"the NVFP4 codec was given a spec of format {spec.format}")
+            raise ValueError(f"the NVFP4 codec does not support a spec of format {spec.format}")
         super().__init__(spec)
         self.divides = spec.convention == "compressed-tensors"  # whether decoding divides by the stored scale
         codes, scales = PerBlock(torch.uint8, 1, 2), PerBlock(torch.float8_e4m3fn, 1, GROUP)
@@ -75,8 +75,8 @@ class Nvfp4Codec(E2m1Codec):
         super().check_bundle(name, coded)
         if "self_attn" in name.split("."):
             raise ValueError(
-                f"{name}: engines fuse attention projections and need one shared scale, but {self.spec.format} shares "
-                f"a scale only between gate_proj and up_proj: leave attention as it is (scope 'experts', "
+                f"{name}: engines fuse attention projections and need one shared scale, but {self.spec.format} "
+                "shares a scale only between gate_proj and up_proj: do not quantize attention (scope 'experts', "
                 "or ignore 'self_attn')"
             )
 
@@ -126,7 +126,7 @@ class Nvfp4Codec(E2m1Codec):
                 "checkpoint again"
             )
         if int(stored["weight_scale"].view(torch.uint8).max()) >= 0x7F:  # NaN, or a sign
-            raise ValueError(f"{name}.weight_scale: scales must be finite, not negative: fetch the checkpoint again")
+            raise ValueError(f"{name}.weight_scale: scales must be finite and not negative: fetch the checkpoint again")
 
 
 def _column(top: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def test_moved_rows_of_one_sample_are_moved_back() -> None:
     own = routes()
     moved = [own[0], own[1], own[2].roll(1, 0)]
     judged = compare_routes(moved, own, NAMES)
-    assert [f.what for f in judged.faults] == ["rows of sample b/0 are shifted by 1: row i holds those of token i-1"]
+    assert [f.what for f in judged.faults] == ["rows of sample b/0 are shifted by 1: row i has the routes of token i-1"]
     assert equal(judged.corrected, own)
 
 
@@ -102,14 +102,15 @@ def test_two_layers_of_many_are_found_among_near_ties() -> None:
     order[5], order[6] = 6, 5
     judged = compare_routes([r[:, order] for r in flipped(own, 0.2)], own, NAMES)
     assert [f.what for f in judged.faults] == [
-        "of the MoE layers of all rows, counted from 0, layer 5 holds those of layer 6, layer 6 holds those of layer 5"
+        "of the MoE layers of all rows, counted from 0, layer 5 has the routes of layer 6, "
+        "layer 6 has the routes of layer 5"
     ]
 
 
 def test_a_layer_that_stands_twice_or_is_nobodys_is_named() -> None:
     own = routes()
     judged = compare_routes([r[:, [0, 1, 1, 3]] for r in own], own, NAMES)
-    assert kinds(judged) == ["layers"] and "layer 2 holds those of layer 1" in judged.faults[0].what
+    assert kinds(judged) == ["layers"] and "layer 2 has the routes of layer 1" in judged.faults[0].what
     assert equal(judged.corrected, own) and not judged.faults[0].known
     strange = [torch.cat([r[:, :3], (r[:, 3:] + 11) % 32], 1) for r in own]
     judged = compare_routes(strange, own, NAMES)

@@ -115,7 +115,7 @@ def test_leaks_into_an_eval_set(tmp_path: Path) -> None:
     found = lines(examined(path, held=against), LEAKS)
     assert [place for place, _ in found] == ["line 2", "line 3", "line 4"]
     assert [text.rpartition(", ")[2] for _, text in found] == ["line 2", "line 1", "line 1"]
-    assert "nearly" in found[1][1] and "13" in found[2][1]
+    assert "near-duplicate" in found[1][1] and "13" in found[2][1]
     made = write_reduced(
         path, tmp_path / "out.jsonl", DataConfig(train=""), held=against, threshold=0.8, card_file=tmp_path / "c.md"
     )

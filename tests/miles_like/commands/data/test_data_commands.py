@@ -46,7 +46,7 @@ def lines(path: Path) -> list[str]:
 
 def test_from_a_raw_file_to_its_parts(rows: Path, tmp_path: Path) -> None:
     out = called("check", rows, "--reward", "exact_number", "--json", tmp_path / "found.json", status=1)
-    assert "line 4: the same prompt has another answer at line 5" in out
+    assert "line 4: the same prompt has a different answer at line 5" in out
     assert "line 12: repeats line 3" in out
     assert json.loads((tmp_path / "found.json").read_text())["ok"] is False
     held = tmp_path / "held.jsonl"
@@ -54,7 +54,7 @@ def test_from_a_raw_file_to_its_parts(rows: Path, tmp_path: Path) -> None:
     clean = tmp_path / "clean.jsonl"
     out = called("dedup", rows, clean, "--against", held, "--card", tmp_path / "clean.md")
     assert lines(clean) == lines(rows)[1:11] and "10 of 12 rows" in out
-    assert "duplicates: 1 rows, 1 of the same text" in (tmp_path / "clean.md").read_text()
+    assert "duplicates: 1 rows, 1 exact" in (tmp_path / "clean.md").read_text()
     called("split", clean, tmp_path / "parts", "--parts", "train=0.6,heldout=0.4", "--format", "parquet")
     there = sorted(p.name for p in (tmp_path / "parts").iterdir())
     assert there == ["README.md", "heldout.parquet", "train.parquet"]
