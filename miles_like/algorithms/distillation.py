@@ -150,7 +150,7 @@ class CandidateLoss:
         `distill/teacher_others`."""
         loss, stats = self.base(inputs)
         candidate_logprobs, streams = inputs.candidate_logprobs, inputs.streams
-        assert candidate_logprobs is not None, "the micro-batch has candidates, the trainer did not score them"
+        assert candidate_logprobs is not None, "the micro-batch has candidates, but the trainer did not score them"
         taught = inputs.loss_mask & (streams[TAUGHT] > 0)
         # Elsewhere both sides are the same distribution, so that no value there can overflow into the gradient.
         even = -math.log(candidate_logprobs.shape[1] + 1)

@@ -37,7 +37,7 @@ class DpoLoss:
         preference/logprob_chosen and preference/logprob_rejected (means over samples of their sum, nats), and
         train/entropy. Raises ValueError without reference log-probs, and as `as_pairs`."""
         if inputs.ref_logprobs is None:
-            raise ValueError("DPO measures from reference weights: give the trainer `reference = true`")
+            raise ValueError("DPO needs reference log-probs: set the trainer's `reference = true`")
         logprobs, loss_mask, cu_seqlens = inputs.logprobs, inputs.loss_mask, inputs.cu_seqlens
         above = logprobs - inputs.ref_logprobs  # [T]
         ratios = sequence_sums(above, loss_mask=loss_mask, cu_seqlens=cu_seqlens)  # [N] fp64

@@ -41,7 +41,7 @@ class KtoLoss:
         Raises ValueError without reference log-probs.
         """
         if inputs.ref_logprobs is None:
-            raise ValueError("KTO measures from reference weights: give the trainer `reference = true`")
+            raise ValueError("KTO needs reference log-probs: set the trainer's `reference = true`")
         logprobs = inputs.logprobs
         at = {"loss_mask": inputs.loss_mask, "cu_seqlens": inputs.cu_seqlens}
         ratios = sequence_sums(logprobs - inputs.ref_logprobs, **at)  # [N] fp64

@@ -17,7 +17,7 @@ def as_pairs(of_sample: Tensor) -> tuple[Tensor, Tensor]:
     """[N] -> [B] of the preferred samples, the first of each pair, and [B] of the others. A pack of one sample has no
     pair: it pads unequal DP shards and has no loss. Raises ValueError for a pack that cuts a pair."""
     if len(of_sample) > 1 and len(of_sample) % 2:
-        raise ValueError(f"a pack of {len(of_sample)} samples cuts a pair: pack pairs with together = True")
+        raise ValueError(f"a pack of {len(of_sample)} samples splits a pair: pack pairs with together = True")
     chosen, rejected = of_sample[: len(of_sample) // 2 * 2].view(-1, 2).unbind(1)
     return chosen, rejected
 

@@ -205,7 +205,7 @@ def _custom_loss(name: str) -> CustomLoss:
     parameters = inspect.signature(found).parameters
     if "inputs" not in parameters:
         raise ValueError(
-            f"algorithm.loss {name!r} cannot be called as LossFn(inputs): its parameter is {next(iter(parameters))!r}; "
-            "name it 'inputs', or name a loss; see docs/extending.md"
+            f"algorithm.loss {name!r} cannot be called as LossFn(inputs): its parameter is "
+            f"{next(iter(parameters))!r}; rename it to 'inputs', or choose another loss; see docs/extending.md"
         )
     return CustomLoss(found)

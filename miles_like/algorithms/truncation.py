@@ -28,7 +28,7 @@ class OverlongShaping:
     def __post_init__(self) -> None:
         if not 0 < self.buffer <= self.limit:
             raise ValueError(
-                f"overlong_buffer = {self.buffer} with a limit of {self.limit} tokens: set it to 1 .. {self.limit}"
+                f"overlong_buffer = {self.buffer} with a limit of {self.limit} tokens: set it to 1 to {self.limit}"
             )
 
     def shape(self, group: SampleGroup) -> SampleGroup:

@@ -107,14 +107,14 @@ def agreement_bounds(
     for key, bound in (("expert_agreement_min", overall), ("layer_agreement_min", layer)):
         if bound is None and explained - chance < _ROOM:
             raise ValueError(
-                f"mismatch.{key} cannot be derived: {top_k} of {num_experts} experts chosen at random agree in a share "
-                f"of {chance:.2f}, and the precision explains an agreement of only {explained:.2f}: set "
-                f"it above {chance:.2f}, or to 0 for no check"
+                f"mismatch.{key} cannot be derived: {top_k} of {num_experts} experts chosen at random agree in a "
+                f"share of {chance:.2f}, but the precision explains an agreement of only {explained:.2f}: set it "
+                f"above {chance:.2f}, or to 0 for no check"
             )
         if bound is not None and 0 < bound <= chance:
             raise ValueError(
-                f"mismatch.{key} = {bound:g} is at most what {top_k} of {num_experts} experts chosen at random reach "
-                f"({chance:.2f}): raise it, or set it to 0 for no check"
+                f"mismatch.{key} = {bound:g} does not exceed the agreement of {top_k} of {num_experts} experts "
+                f"chosen at random ({chance:.2f}): raise it, or set it to 0 for no check"
             )
     return AgreementConfig(overall=explained if overall is None else overall, layer=layer, explained=kappa)
 

@@ -179,7 +179,7 @@ async def _tokens(e: Evidence, s: _State) -> None:
     if s.sampled.prompts is not None and (of_prompts := compare_prompts(tokens, s.sampled.prompts, names)):
         causes.append(of_prompts)
     if s.same_tokens and (d := shift_of(s.own.logprobs, s.logprobs, tokens.masks)):
-        what = f"the rollout's log-probability of response token i is that of token i{-d:+d}"
+        what = f"the rollout's log-probability of response token i belongs to token i{-d:+d}"
         causes.append((Cause.TOKENS_SHIFTED, what))
         moved = [shifted(x, m, d) for x, m in zip(s.logprobs, tokens.masks, strict=True)]
         # after the shift the last tokens have no value: the trainer's are used and add nothing to the gap
@@ -195,7 +195,7 @@ async def _tokens(e: Evidence, s: _State) -> None:
 async def _routing(e: Evidence, s: _State, allowed: Bounds) -> None:
     before, tokens = s.gap, s.sampled.tokens
     if s.routes is None or s.own.routes is None or not s.same_tokens:
-        _skip(s, "routing", "one side has no routes of these tokens")
+        _skip(s, "routing", "one side has no routes for these tokens")
         return
     same = s.same_weights and s.same_quantizer
     exact = same and allowed.kl_max == 0
@@ -214,7 +214,7 @@ async def _routing(e: Evidence, s: _State, allowed: Bounds) -> None:
     s.gap = gap_of(s.mine, s.logprobs, tokens.masks)
     nearer = own_gap.kl < s.gap.kl  # needed too: with a tight bound the two may differ only in their standard errors
     if not causes and nearer and _beyond(allowed, s.gap) and not _beyond(allowed, own_gap):
-        what = f"with replay the KL is {s.gap.kl:.2e}, with the trainer's own routes {own_gap.kl:.2e}"
+        what = f"with replay the KL is {s.gap.kl:.2e}, but with the trainer's own routes {own_gap.kl:.2e}"
         causes, s.gap, s.mine, s.routes = [(Cause.ROUTES, what)], own_gap, s.own.logprobs, s.own.routes
     share, known = float(agreement(s.routes, s.own.routes).mean()), all(fault.known for fault in faults)
     _note(s, "routing", f"replayed routes; {share:.2%} agree with the trainer's own", before, causes, corrected=known)
@@ -288,7 +288,7 @@ async def _sampling(e: Evidence, s: _State) -> None:
         s.logprobs = changed
     elif cuts and is_renormalized(own, s.logprobs, tokens.masks, top_p=e.top_p, top_k=e.top_k) and at_t > _PART * now:
         leave = "leaves" if len(cuts) == 1 else "leave"
-        what = f"the rollout's are renormalized over the tokens that {' and '.join(cuts)} {leave}"
+        what = f"the rollout's log-probabilities are renormalized over the tokens that {' and '.join(cuts)} {leave}"
         causes.append((Cause.CONVENTION, what))
         corrected = False
     elif t != e.temperature:
@@ -306,7 +306,7 @@ async def _sampling(e: Evidence, s: _State) -> None:
 def _numerics(s: _State, allowed: Bounds) -> None:
     """Compare the remaining gap, of kernels and of rounding on one side only, with `allowed`."""
     if any(f.after is None for f in s.findings):
-        _skip(s, "numerics", "the gap still contains causes that this command cannot correct")
+        _skip(s, "numerics", "the remaining gap includes causes that this command cannot correct")
         return
     broken = _beyond(allowed, s.gap)
     causes: list[CauseDetail] = [(Cause.NUMERICS, "; ".join(broken))] if broken else []

@@ -42,8 +42,8 @@ class DrillDown:
         """ours: [S-1, 2L+1, H], theirs: [S, 2L+1, H]. Raises ValueError for states of another model."""
         if ours.shape[1:] != theirs.shape[1:]:
             raise ValueError(
-                f"server {url} has {theirs.shape[1]} states of {theirs.shape[2]} values per token, the trainer "
-                f"{ours.shape[1]} of {ours.shape[2]}: give a server of the job's model"
+                f"server {url} has {theirs.shape[1]} states of {theirs.shape[2]} values per token, but the "
+                f"trainer has {ours.shape[1]} of {ours.shape[2]}: use a server of the trainer's model"
             )
         parts = compare_states(ours, theirs[: len(ours)], rounding=self.rounding, of_stream=self.of_stream)
         return LayerComparison(url=url, tokens=len(ours), parts=parts)

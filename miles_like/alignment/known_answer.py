@@ -49,7 +49,7 @@ class Disagreement:
     def sentence(self) -> str:
         if self.failure:
             return self.failure
-        return f"server {self.url} differs by {self.gap:.3g} nats, and {self.bound:.3g} is explained"
+        return f"server {self.url} differs by {self.gap:.3g} nats, but the precision explains only {self.bound:.3g}"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -280,7 +280,7 @@ def sampled(groups: Sequence[SampleGroup], prompts: Sequence[Sequence[int]] | No
     kept = [(i, s) for i, g in enumerate(groups) for s in g.samples if s.response_len]
     if not kept:
         raise ValueError(
-            f"0 response tokens in {len(groups)} groups: the servers abort or stop every request; see their logs"
+            f"0 response tokens in {len(groups)} groups: the servers aborted or stopped every request; see their logs"
         )
     samples = [s for _, s in kept]
     traces = [s.routing for s in samples if s.routing is not None]
@@ -326,7 +326,7 @@ class Comparison:
         groups: Sequence[SampleGroup],
         *,
         prompts: Sequence[Sequence[int]] | None = None,
-        weights: WeightEvidence | str = "not part of this check",
+        weights: WeightEvidence | str = "not included in this check",
         rollout: RolloutScorer | None = None,
     ) -> Report:
         """Compare given samples. prompts: each group's, as the tokenizer and template encode it now. weights: a string

@@ -61,7 +61,7 @@ def _steps(ax: Axes, report: Report) -> None:
     if any(values):
         ax.set_yscale("log")
         ax.margins(y=0.15)
-    _dress(ax, "The gap before each step", "KL of trainer from rollout (k3), nats per token", "step")
+    _dress(ax, "Mismatch before each step", "KL between rollout and trainer (k3), nats/token", "step")
 
 
 def _positions(ax: Axes, report: Report) -> None:
@@ -76,7 +76,7 @@ def _positions(ax: Axes, report: Report) -> None:
         ax.text(0.5, 0.5, "exactly 0 everywhere", transform=ax.transAxes, ha="center", fontsize=14, color=GREEN)
     _dress(
         ax,
-        "The gap over the response",
+        "Mismatch over the response",
         "difference of log-probabilities, nats/token; line: mean",
         "position in the response",
     )
@@ -104,7 +104,7 @@ def _layers(ax: Axes, report: Report) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16, min_n_ticks=1))
     ax.set_ylim(0, 1.05)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _dress(ax, "Agreement of routes", "share of tokens for which both sides choose the same experts", "layer")
+    _dress(ax, "Routing agreement", "share of tokens for which trainer and rollout choose the same experts", "layer")
 
 
 def _states(ax: Axes, report: Report) -> None:
@@ -119,6 +119,6 @@ def _states(ax: Axes, report: Report) -> None:
     _dress(
         ax,
         f"Residual streams: {'no part' if worst.first is None else worst.first.name} differs first",
-        "difference of the change that a part makes / what is explained",
+        "difference of a part's output / explained difference",
         "layer; half of it: its attention",
     )

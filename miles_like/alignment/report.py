@@ -90,7 +90,7 @@ def gap_of(trainer: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence
     ]
     mask = torch.cat([m for _, _, m in cut])
     if not bool(mask.any()):
-        raise ValueError(f"0 tokens under loss in {len(cut)} samples: nothing to compare")
+        raise ValueError(f"0 loss tokens in {len(cut)} samples: there is nothing to compare")
     ends = torch.tensor([0] + [len(m) for _, _, m in cut]).cumsum(0).to(torch.int32)
     stats = mismatch_stats(
         old_logprobs=torch.cat([t for t, _, _ in cut]).float(),
@@ -254,7 +254,7 @@ class Report:
         path.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     def table(self) -> Table:
-        table = Table(title="Trainer against rollout, step by step", title_justify="left")
+        table = Table(title="Trainer and rollout, step by step", title_justify="left")
         for name in ("step", "checked"):
             table.add_column(name)
         for name in ("KL before", "KL after", "mean |Δ|", "max |Δ|"):

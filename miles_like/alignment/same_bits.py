@@ -16,13 +16,14 @@ def check_same_bits(
         sums, kept = info.get("exact_parts"), info.get("dtype")
         if sums is None or tuple(sums) != tp_shards or kept != dtype:
             raise ValueError(
-                f"alignment.deterministic: {url} was started with --exact-parts {sums} --dtype {kept}, the trainer "
-                f"has parts {list(tp_shards)} and computes in {dtype}: start the server with these, or set it to false"
+                f"alignment.deterministic: {url} was started with --exact-parts {sums} --dtype {kept}, but the "
+                f"trainer has parts {list(tp_shards)} and computes in {dtype}: start the server with the "
+                "trainer's values, or set it to false"
             )
         theirs = info.get("exact_fingerprint")
         if trainer is None or theirs != trainer:
             raise ValueError(
-                f"alignment.deterministic: the self-test gives {trainer} on the trainer and {theirs} on {url}, so "
-                "their log-probabilities would differ: run both on one kind of processor with one version of torch, or "
-                "set it to false"
+                f"alignment.deterministic: the self-test returns {trainer} on the trainer but {theirs} on {url}, "
+                "so their log-probabilities would differ: use the same kind of processor and the same version of "
+                "torch for both, or set it to false"
             )

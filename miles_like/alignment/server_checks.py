@@ -148,8 +148,8 @@ class RunChecks:
                 return
         raise RuntimeError(
             f"after step {step} trainer and rollout differ: {found[-1].sentence()}. Two comparisons of "
-            f"{self.check_prompts} prompts failed; nothing of this step is saved: `miles-like verify` diagnoses the "
-            "difference, --resume continues from the last checkpoint"
+            f"{self.check_prompts} prompts failed; nothing of this step is saved: `miles-like verify` diagnoses "
+            "the difference, and --resume continues from the latest checkpoint"
         )
 
     @property
@@ -170,10 +170,10 @@ class RunChecks:
             if held is not None and (wrong := differing(self._published, held)):
                 shown = f"{', '.join(wrong[:3])}{', ...' if len(wrong) > 3 else ''}"
                 raise RuntimeError(
-                    f"step {step + 1}: server {client.url} holds different weights from those published to it as "
-                    f"version {step}: {len(wrong)} tensors differ ({shown}). Its samples are not trained: check that "
-                    "machine's memory and what else publishes to the server; --resume continues from the last "
-                    "checkpoint"
+                    f"step {step + 1}: server {client.url} has different weights from those published to it as "
+                    f"version {step}: {len(wrong)} tensors differ ({shown}). Its samples are not trained: check "
+                    "the machine's memory, and that no other process publishes to the server; --resume continues "
+                    "from the latest checkpoint"
                 )
 
     async def _settle(self, step: int, report: PublishReport | None) -> tuple[PublishReport | None, dict[str, float]]:
@@ -225,7 +225,7 @@ class RunChecks:
         if report is not None and report.checksums and joined.checksums and report.checksums != joined.checksums:
             which = ", ".join(differing(report.checksums, joined.checksums)[:3])
             wrong += [
-                ServerFault(url, f"server {url} holds different weights from the others ({which})", True)
+                ServerFault(url, f"server {url} has different weights from the others ({which})", True)
                 for url in sorted(urls - {f.url for f in [*joined.failed, *wrong]})
             ]
         whole = joined if report is None else report.followed_by(joined)
@@ -234,14 +234,14 @@ class RunChecks:
     def _refusal(self, step: int, faults: Sequence[ServerFault]) -> str:
         times = {1: "once", 2: "twice"}.get(self._times, f"{self._times} times")
         scored = "" if self.known is None else f" (median of {len(self.known.text) - 1} tokens that all servers score)"
-        bound = " None is replaced, since servers and trainer take turns." if self.turns else ""
+        bound = " Servers are not replaced while servers and trainer take turns." if self.turns else ""
         if self.replacements is not None:
             done = self.replacements.limit - self.replacements.left
             bound = f" Servers replaced in this run: {done}; publish.replacements = {self.replacements.limit}."
         return (
-            f"version {step} was published {times}, and servers do not compute with it: "
-            f"{'; '.join(f.why for f in faults)}{scored}.{bound} No sample of it is trained: `miles-like verify` names "
-            "tensors and layers, --resume continues from the last checkpoint"
+            f"version {step} was published {times}, but servers do not compute with it: "
+            f"{'; '.join(f.why for f in faults)}{scored}.{bound} No sample of it is trained: `miles-like "
+            "verify` finds tensors and layers that differ, and --resume continues from the latest checkpoint"
         )
 
     async def _wrong(self, urls: Collection[str]) -> tuple[list[ServerFault], float]:

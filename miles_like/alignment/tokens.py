@@ -25,8 +25,8 @@ def compare_tokens(rollout: SampleTokens, trainer: SampleTokens, names: Sequence
             found.setdefault(*_difference(a, b, _prompt_length(a, mask), f"sample {name}"))
     for a, b, name in zip(rollout.masks, trainer.masks, names, strict=True):
         if not found and not torch.equal(a, b):
-            what = f"sample {name}: the trainer has {int(b.sum())} tokens under loss from position {_first_set(b)} on"
-            what += f", the rollout sampled {int(a.sum())} from position {_first_set(a)} on"
+            what = f"sample {name}: the trainer has {int(b.sum())} loss tokens from position {_first_set(b)} on"
+            what += f", but the rollout sampled {int(a.sum())} from position {_first_set(a)} on"
             found[Cause.TOKENS_SHIFTED if int(a.sum()) == int(b.sum()) else Cause.TOKENS] = what
     return list(found.items())
 
@@ -45,17 +45,20 @@ def _difference(rollout: Tensor, trainer: Tensor, prompt: int, sample: str) -> C
     both = f"{len(rollout)} tokens in the rollout, {len(trainer)} in the trainer"
     short, long = sorted((rollout, trainer), key=len)
     if len(short) < len(long) and torch.equal(long[: len(short)], short):
-        return Cause.TOKENS_TRUNCATED, f"{sample} has {both}: {len(long) - len(short)} are cut off its end"
+        return Cause.TOKENS_TRUNCATED, f"{sample} has {both}: {len(long) - len(short)} are cut off at the end"
     before = len(trainer) - len(response)
     if len(response) and before >= 0 and torch.equal(trainer[before:], response):
         first = _first_difference(rollout[:prompt], trainer[:before])
-        return Cause.TEMPLATE, f"{sample} has {both}, the same response after another prompt, from position {first} on"
+        return (
+            Cause.TEMPLATE,
+            f"{sample} has {both}, the same response after a prompt that differs from position {first} on",
+        )
     if len(rollout) == len(trainer):
         for d in SHIFTS:
             a, b = (rollout[d:], trainer[:-d]) if d > 0 else (rollout[:d], trainer[-d:])
             if len(a) and torch.equal(a, b):
                 return Cause.TOKENS_SHIFTED, f"{sample}: the trainer's token i is the rollout's token i{d:+d}"
-    return Cause.TOKENS, f"{sample} has {both}, different from position {_first_difference(rollout, trainer)} on"
+    return Cause.TOKENS, f"{sample} has {both}, which differ from position {_first_difference(rollout, trainer)} on"
 
 
 def _first_difference(a: Tensor, b: Tensor) -> int:
@@ -74,11 +77,11 @@ def compare_prompts(
         want = torch.tensor(list(prompt), dtype=ids.dtype)
         if torch.equal(ids[:n], want):
             continue
-        what = f"sample {name} was generated from {n} prompt tokens, tokenizer and template make {len(prompt)}"
+        what = f"sample {name} was generated from {n} prompt tokens, but tokenizer and template produce {len(prompt)}"
         gone = len(want) - n
         if gone > _SPECIAL and torch.equal(want[gone:], ids[:n]):
             return Cause.TOKENS_TRUNCATED, f"{what}: the first {gone} are cut off"
-        return Cause.TEMPLATE, f"{what}: different from position {_first_difference(ids[:n], want)} on"
+        return Cause.TEMPLATE, f"{what}: they differ from position {_first_difference(ids[:n], want)} on"
     return None
 
 

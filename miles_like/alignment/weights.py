@@ -68,7 +68,7 @@ def compare_weights(e: WeightEvidence) -> tuple[list[CauseDetail], list[CauseDet
     if scales := causes.pop(Cause.SCALE_DTYPE, None):
         quantizer.append((Cause.SCALE_DTYPE, _shorten(scales)))
     if not quantizer and len(causes.get(Cause.WEIGHTS, ())) == len(wrong) and _all_coded(e, wrong):
-        what = f"{len(wrong)} tensors, those of every quantized weight and no other, come from an unknown quantizer"
+        what = f"the {len(wrong)} tensors of all quantized weights, and no others, come from an unknown quantizer"
         return [], [(Cause.FORMAT, what)]
     return [(cause, _shorten(details)) for cause, details in causes.items()], quantizer
 
@@ -89,20 +89,20 @@ def _explain(e: WeightEvidence, tensor: Callable[[str], Tensor], name: str) -> C
     own = tensor(name)
     before = e.earlier(name)
     if before is not None and e.hash(name, before) == served:
-        return Cause.STALE, f"{name} is that of an earlier version"
+        return Cause.STALE, f"{name} has the values of an earlier version"
     partner = _other_of_pair(name)
     if partner in e.published and e.hash(name, tensor(partner)) == served:
-        return Cause.GATE_UP, f"{name} holds {partner}"
+        return Cause.GATE_UP, f"{name} has the values of {partner}"
     if e.hash(name, torch.zeros_like(own)) == served:
         return (Cause.EXPERT_BIAS if name.endswith(_BIAS) else Cause.WEIGHTS), f"{name} is all zeros"
     for dtype in _DTYPES:
         if own.dtype in _DTYPES and dtype is not own.dtype and e.hash(name, own.to(dtype)) == served:
             cause = Cause.SCALE_DTYPE if "scale" in name.rpartition(".")[2] else Cause.WEIGHTS
-            return cause, f"{name} is served as {_dtype_name(dtype)}, published as {_dtype_name(own.dtype)}"
+            return cause, f"{name} is served as {_dtype_name(dtype)}, but published as {_dtype_name(own.dtype)}"
     for other in _similar_names(e, name):
         if e.hash(name, tensor(other)) == served:
-            return Cause.MISPLACED, f"{name} holds {other}"
-    return Cause.WEIGHTS, f"{name} has other values"
+            return Cause.MISPLACED, f"{name} has the values of {other}"
+    return Cause.WEIGHTS, f"{name} has different values"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

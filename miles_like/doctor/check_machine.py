@@ -39,11 +39,11 @@ def check_gpus(reports: Reports, needs: Needs, ray_gpus: Mapping[str, int]) -> l
     with_gpus = {n: gpus for n, r in reports.items() if not isinstance(gpus := r["gpus"], str) and gpus}
     without = {n: r["gpus"] if isinstance(r["gpus"], str) else "none" for n, r in reports.items() if n not in with_gpus}
     short = {n: have for n in reports if wanted > 0 and (have := ray_gpus.get(n, len(with_gpus.get(n, [])))) < wanted}
-    remedy = "lower it, or start Ray on nodes with so many"
+    remedy = "lower it, or start Ray on nodes with that many GPUs"
     enough = len(reports) - len(short)
     if short and enough < (needs.nodes or len(reports)):
         out += [
-            _wrong("GPUs", node, str(have), f"{node} has {have} GPUs, cluster.gpus_per_node = {wanted}: {remedy}")
+            _wrong("GPUs", node, str(have), f"{node} has {have} GPUs, but cluster.gpus_per_node = {wanted}: {remedy}")
             for node, have in short.items()
         ]
     if without:
@@ -53,15 +53,17 @@ def check_gpus(reports: Reports, needs: Needs, ray_gpus: Mapping[str, int]) -> l
             for row in by_value("GPUs", without)
         ]
     kinds = {n: f"{len(g)} x {g[0]['name']}, {g[0]['memory_mib']:,} MiB" for n, g in with_gpus.items()}
-    out += _odd_ones("GPUs", kinds, "a run's ranks need equal GPUs: leave the others out of the cluster")
-    out += _odd_ones("CUDA driver", {n: g[0]["driver"] for n, g in with_gpus.items()}, "install one driver on all")
+    out += _odd_ones("GPUs", kinds, "a run's ranks need equal GPUs: remove the others from the cluster")
+    out += _odd_ones(
+        "CUDA driver", {n: g[0]["driver"] for n, g in with_gpus.items()}, "install the same driver on all nodes"
+    )
     for node, gpus in with_gpus.items():
         for g in gpus:
             free = f"{g['free_mib']:,} MiB free"
             out += [_wrong(f"GPU {g['index']}", node, free, fault) for fault in _gpu_faults(node, g)]
         off = [str(g["index"]) for g in gpus if g["persistence"] == "Disabled"]
         if off:
-            text = f"persistence mode is off on GPU {listed(off)} of {node}: nvidia-smi -pm 1 saves seconds a process"
+            text = f"persistence mode is off on GPU {listed(off)} of {node}: nvidia-smi -pm 1 saves seconds per process"
             out.append(Finding(check="GPU persistence", where=(node,), found="Disabled", text=text))
     return out
 
@@ -69,18 +71,18 @@ def check_gpus(reports: Reports, needs: Needs, ray_gpus: Mapping[str, int]) -> l
 def _gpu_faults(node: str, gpu: GpuFacts) -> list[str]:
     name, out = f"GPU {gpu['index']} of {node}", []
     if gpu["processes"]:
-        out.append(f"{name} is used by process {listed(gpu['processes'])}: stop it, or leave the GPU out of Ray's")
+        out.append(f"{name} is used by process {listed(gpu['processes'])}: stop it, or exclude the GPU from Ray")
     elif gpu["memory_mib"] - gpu["free_mib"] > max(USED_OF_GPU * gpu["memory_mib"], USED_MIB):
         out.append(
-            f"{name} has {gpu['free_mib']:,} of {gpu['memory_mib']:,} MiB free and no process that nvidia-smi names: "
+            f"{name} has {gpu['free_mib']:,} of {gpu['memory_mib']:,} MiB free, but nvidia-smi lists no process: "
             "stop the process of another container, or reset the GPU"
         )
     if gpu["mig"] == "Enabled":
-        out.append(f"{name} is divided by MIG: nvidia-smi -i {gpu['index']} -mig 0")
+        out.append(f"{name} is in MIG mode: disable it with nvidia-smi -i {gpu['index']} -mig 0")
     if gpu["ecc_errors"].isdecimal() and int(gpu["ecc_errors"]):
         out.append(f"{name} has {gpu['ecc_errors']} uncorrected ECC errors: reset it, and replace it if they return")
     if gpu["compute_mode"] not in ("", "Default"):
-        mode = f"nvidia-smi -i {gpu['index']} -c 0, because trainer and server share it"
+        mode = f"run nvidia-smi -i {gpu['index']} -c 0, because trainer and server share the GPU"
         out.append(f"{name} is in compute mode {gpu['compute_mode']}: {mode}")
     return out
 
@@ -118,7 +120,7 @@ def check_limits(reports: Reports) -> list[Finding]:
             need = least[0] if not isinstance(gpus := reports[node]["gpus"], str) and gpus else least[1]
             if 0 <= value < need:
                 wanted = "unlimited" if name == "memlock" else str(need)
-                wrong[node] = f"{node}: the limit {name} is {value}, want {wanted}: {_REMEDY[name]}"
+                wrong[node] = f"{node}: the limit {name} is {value}, but {wanted} is needed: {_REMEDY[name]}"
         shown = {n: "unlimited" if v < 0 else str(v) for n, v in values.items()}
         out += one_row(f"ulimit {name}", shown, wrong)
     for node, report in reports.items():
@@ -130,16 +132,23 @@ def _cgroup(node: str, report: NodeReport) -> list[Finding]:
     m, gpus = report["machine"], report["gpus"]
     remarks = []
     if 0 < m["cgroup_memory"] < 0.9 * m["memory"]:
-        remarks.append(f"{node} may use {gib(m['cgroup_memory'])} of {gib(m['memory'])}: a run must fit into it")
+        remarks.append(
+            f"{node}: the cgroup allows {gib(m['cgroup_memory'])} of {gib(m['memory'])} memory, which a run must "
+            "fit into"
+        )
     if 0 < m["cgroup_cpus"] < m["cores"]:
         remarks.append(
-            f"{node} may use {m['cgroup_cpus']:g} of {m['cores']} cores: threads by the number of cores wait"
+            f"{node}: the cgroup allows {m['cgroup_cpus']:g} of {m['cores']} cores, so programs that start "
+            "one thread per core are slow"
         )
     found = f"{m['cgroup']}: memory {gib(m['cgroup_memory'])}, pids " + (
         "no limit" if m["cgroup_pids"] < 0 else str(m["cgroup_pids"])
     )
     if 0 <= m["cgroup_pids"] < _LEAST_PIDS and gpus and not isinstance(gpus, str):
-        text = f"{node}: its cgroup allows {m['cgroup_pids']} processes and threads, want {_LEAST_PIDS}: raise pids.max"
+        text = (
+            f"{node}: its cgroup allows {m['cgroup_pids']} processes and threads, but {_LEAST_PIDS} are needed: "
+            "raise pids.max"
+        )
         return [_wrong("cgroup", node, found, f"{text} (--pids-limit of docker, podPidsLimit of Kubernetes)")]
     return [Finding(check="cgroup", where=(node,), found=found, text="; ".join(remarks))]
 
@@ -161,11 +170,11 @@ def check_ports(
         for port in ports:
             of = f"{node}: port {port.number} of {port.server} ({port.purpose})"
             if port.number in used.get(node, ()):
-                text = f"{of} is in use: stop what listens there, or set {port.key}"
+                text = f"{of} is in use: stop the process that listens there, or set {port.key}"
                 out.append(_wrong(f"port {port.number}", node, "in use", text))
             elif first <= port.number <= last:
-                text = f"{of} lies in {first}-{last}, from which the kernel takes ports of connections: set {port.key}"
-                text += " to one below, or raise net.ipv4.ip_local_port_range"
+                text = f"{of} is within {first}-{last}, the kernel's ports for outgoing connections: set {port.key}"
+                text += " to a port below, or raise net.ipv4.ip_local_port_range"
                 out.append(_wrong(f"port {port.number}", node, "for connections", text))
             else:
                 by_server.setdefault(port.server, []).append(port.number)
@@ -198,9 +207,12 @@ def _disk(disk: DiskFacts) -> str:
 
 def _disk_fault(node: str, path: str, disk: DiskFacts) -> str:
     if disk["free"] < _FULL:
-        return f"{node}: the file system of {path} has {disk['free'] >> 20} MiB free: free some, or name another path"
+        return (
+            f"{node}: the file system of {path} has {disk['free'] >> 20} MiB free: free some space, or choose "
+            "another path"
+        )
     if disk["error"]:
-        return f"{node}: {path} cannot be written ({disk['error']}): correct its permissions, or name another path"
+        return f"{node}: {path} cannot be written ({disk['error']}): correct its permissions, or choose another path"
     return ""
 
 
@@ -209,10 +221,11 @@ def _disk_remark(path: str, row: Finding, disks: Mapping[str, DiskFacts]) -> str
     here = [disks[node] for node in row.where]
     if any(min(disk["write"], disk["read"]) < _SLOW for disk in here):
         return (
-            f"{path} is slow on {listed(row.where)}: {row.found}; below {rate(_SLOW)} staging a checkpoint takes days"
+            f"{path} is slow on {listed(row.where)}: {row.found}; below {rate(_SLOW)} staging a large "
+            "checkpoint takes days"
         )
     if any(disk["kind"] == "tmpfs" for disk in here):
-        return f"{path} is a file system in memory: what is written there takes the node's memory"
+        return f"{path} is an in-memory file system: files there use the node's memory"
     return ""
 
 
@@ -226,22 +239,22 @@ def _reach(path: str, seen: Mapping[str, tuple[str, ...]], needs: Needs, chosen:
     blind = [n for n in whys if not whys.keys() <= set(seen[n])]
     if blind:
         text = (
-            f"{path} must be one directory on {listed(list(whys))}, because {whys[blind[0]]}, and {blind[0]} sees "
-            f"there the files of {listed(seen[blind[0]]) or 'none'} alone: mount the shared file system on every node, "
-            "or name a path on it"
+            f"{path} must be one directory on {listed(list(whys))}, because {whys[blind[0]]}, but {blind[0]} sees "
+            f"there only the files of {listed(seen[blind[0]]) or 'none'}: mount the shared file system on every "
+            "node, or choose a path on it"
         )
         return [Finding(check=check, where=where, found="not shared", outcome=Outcome.WRONG, text=text)]
     if path in needs.local and not apart:
         text = (
-            f"{path} is one directory on all nodes, to which each would write its copies: set cluster.stage_dir to a "
-            "path on the nodes' own disks"
+            f"{path} is the same directory on all nodes, and each node would write its copies there: set "
+            "cluster.stage_dir to a path on the nodes' own disks"
         )
         return [Finding(check=check, where=where, found="shared", outcome=Outcome.WRONG, text=text)]
     text = ""
     if path in needs.either and apart:
         text = (
-            f"{path} is another directory on each node: each keeps what it converts there or in cluster.stage_dir, and "
-            "gets the rest over the network"
+            f"{path} is a separate directory on each node: each node keeps what it converts there or in "
+            "cluster.stage_dir, and gets the rest over the network"
         )
     return [Finding(check=check, where=where, found="local" if apart else "shared", text=text)]
 
@@ -251,7 +264,7 @@ def _near(check: str, values: Mapping[str, float], show: Callable[[float], str])
     if not values or min(values.values()) >= (1 - _DIFFER) * max(values.values()):
         return []
     least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
-    text = f"{least} has {show(values[least])}, {most} {show(values[most])}: the smallest node sets the pace of a run"
+    text = f"{least} has {show(values[least])}, but {most} {show(values[most])}: the smallest node limits the run"
     return [Finding(check=f"{check} of the nodes", where=(least, most), found="differs", text=text)]
 
 
@@ -268,7 +281,7 @@ def _odd_ones(check: str, values: Mapping[str, str], remedy: str) -> list[Findin
             where=row.where,
             found=row.found,
             outcome=Outcome.WRONG,
-            text=f"{check}: {listed(row.where)} has {row.found}, {listed(most.where)} {most.found}: {remedy}",
+            text=f"{check}: {listed(row.where)} has {row.found}, but {listed(most.where)} {most.found}: {remedy}",
         )
         for row in rows
     ]

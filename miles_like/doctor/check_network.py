@@ -46,15 +46,15 @@ def check_nodes(
             where=(node,),
             found="no answer",
             outcome=Outcome.WRONG,
-            text=f"{node}: {why}: see whether it runs and is reached (`ray status`), and start Ray there again",
+            text=f"{node}: {why}: check that it runs and can be reached (`ray status`), and start Ray there again",
         )
         for node, why in unanswered.items()
     ]
     for address in departed:
-        text = f"the node {address} was in the Ray cluster and left it: see whether it runs, and start Ray there again"
+        text = f"the node {address} left the Ray cluster: check that it runs, and start Ray there again"
         out.append(Finding(check="node", where=(address,), found="left", outcome=Outcome.WRONG, text=text))
     if (needs.nodes or 0) > len(answered):
-        text = f"{len(answered)} nodes answer, cluster.nodes = {needs.nodes}: start Ray on more, or lower it"
+        text = f"{len(answered)} nodes answer, but cluster.nodes = {needs.nodes}: start Ray on more nodes, or lower it"
         out.append(Finding(check="nodes", where=(), found=str(len(answered)), outcome=Outcome.WRONG, text=text))
     return [Finding(check="node", where=tuple(answered), found="answers"), *out]
 
@@ -80,7 +80,7 @@ def check_names(reports: Mapping[str, NodeReport], needs: Needs) -> list[Finding
     covered = {n for n, r in reports.items() if needs.names_interface(r["machine"]["interface"])}
     if not trapped.keys() <= covered:
         return one_row("host name", values, {n: why for n, why in trapped.items() if n not in covered})
-    text = "a loopback address, which is not used: the run names the interface of gloo"
+    text = "a loopback address, which is not used, because the run sets gloo's interface"
     return [
         Finding(check=row.check, where=row.where, found=row.found, text=text if row.where[0] in trapped else "")
         for row in by_value("host name", values)
@@ -98,8 +98,8 @@ def _name_remedy(node: str, report: NodeReport) -> str:
     found = ", ".join(machine["name_resolves_to"]) or "nothing"
     interface = machine["interface"] or "the interface of its address"
     return (
-        f"the host name of {node} resolves to {found}, which gloo gives to the other nodes as its address: write its "
-        f"network address in its /etc/hosts, or set GLOO_SOCKET_IFNAME={interface} in [cluster.env]"
+        f"the host name of {node} resolves to {found}, which gloo sends to the other nodes as its address: write "
+        f"the node's network address into its /etc/hosts, or set GLOO_SOCKET_IFNAME={interface} in [cluster.env]"
     )
 
 
@@ -119,7 +119,10 @@ def check_links(
     median = statistics.median([times.bytes_per_s for times in good.values()]) if good else 0.0
     for ends, times in good.items():
         if times.bytes_per_s < _SLOW_SHARE * median:
-            text = f"{ends[0]} and {ends[1]}: {rate(times.bytes_per_s)}, the median of all pairs is {rate(median)}"
+            text = (
+                f"{ends[0]} and {ends[1]}: {rate(times.bytes_per_s)}, but the median of all pairs is "
+                f"{rate(median)}: check cable and switch port"
+            )
             out.append(Finding(check=_pair(backend, ends), where=ends, found=_times(times), text=text))
     for link in links:
         if isinstance(link.result, Unanswered):
@@ -145,15 +148,15 @@ def _link_remedy(
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     if (given := needs.environment.get(variable)) is not None:
         return (
-            f"{variable} = {given!r} in [cluster.env] must name an interface of each of the two, from which it reaches "
-            f"the other; remove it to use that of their addresses, {between}"
+            f"{variable} = {given!r} in [cluster.env] must be an interface that exists on both nodes and connects "
+            f"them; remove it to use the interface of their addresses, {between}"
         )
     if backend == "nccl":
         return (
             "run with NCCL_DEBUG=INFO in [cluster.env], set NCCL_SOCKET_IFNAME and NCCL_IB_HCA there, and open all "
             f"ports between {between}"
         )
-    return f"see that cable, routes and firewall let all ports pass between {between}"
+    return f"check cable and routes, and open all ports in the firewall between {between}"
 
 
 def _cause(why: str) -> str:

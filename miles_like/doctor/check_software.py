@@ -59,8 +59,8 @@ def _one_version(check: str, versions: Mapping[str, str], *, needed: bool) -> li
                 check,
                 row.where,
                 row.found,
-                f"{check} is {row.found} on {listed(row.where)}, {most.found} on {listed(most.where)}: install the "
-                "same version on all nodes",
+                f"{check} is {row.found} on {listed(row.where)}, but {most.found} on {listed(most.where)}: "
+                "install the same version on all nodes",
             )
             for row in rows
         ]
@@ -83,14 +83,15 @@ def misfits(side: str, one: Software) -> list[str]:
             applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
             if other is not None and applies and not wanted.specifier.contains(packages[other], prereleases=True):
                 out.append(
-                    f"{name} {packages[name]} of the {side} requires {wanted.name}{wanted.specifier}, "
-                    f"{packages[other]} is installed: install versions that fit, or give the engine its own environment"
+                    f"{name} {packages[name]} of the {side} requires {wanted.name}{wanted.specifier}, but "
+                    f"{packages[other]} is installed: install compatible versions, or use a separate environment "
+                    "for the engine"
                 )
     for name, needed in one["glibc_needed"].items():
         if one["glibc"] and Version(one["glibc"]) < Version(needed):
             out.append(
-                f"{name} {packages[name]} of the {side} is built for glibc {needed}, the system has {one['glibc']}: "
-                "use a newer system, or a container with one"
+                f"{name} {packages[name]} of the {side} is built for glibc {needed}, but the system has "
+                f"{one['glibc']}: use a newer system, or a container with a newer glibc"
             )
     cuda, part = packages.get("cuda"), one["distributions"].get("transformer-engine-cuda", "")
     if cuda is not None and part and not part.endswith(f"cu{cuda.partition('.')[0]}"):

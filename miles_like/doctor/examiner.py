@@ -70,7 +70,7 @@ class ExaminedNode:
             "machine": machine,
             "software": software(),
             "engine": engine_software(asked.engine),
-            "gpus": query_gpus() if asked.gpus else "not asked for",
+            "gpus": query_gpus() if asked.gpus else "not requested",
             "disks": {path: disk_facts(path, token) for path in asked.paths},
         }
 

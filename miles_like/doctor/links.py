@@ -109,7 +109,7 @@ class Linker:
             total = float(x[-1])  # waits for the device too
             best = min(best, time.perf_counter() - began)
             if total != 2.0:
-                raise RuntimeError(f"the sum of two ones is {total:g}: messages arrive changed")
+                raise RuntimeError(f"the sum of two ones is {total:g}: messages are corrupted")
         return best
 
 

@@ -31,7 +31,7 @@ _COLUMNS = (
 
 def print_search(console: Console, searched: Searched) -> None:
     """The layouts, the best first, and why others are not among them."""
-    table = Table(title="Layouts by prediction, the best first", title_justify="left", box=box.SIMPLE)
+    table = Table(title="Layouts by predicted speed, best first", title_justify="left", box=box.SIMPLE)
     for number, name in enumerate(_COLUMNS):
         table.add_column(name, justify="right" if 1 <= number <= 5 else "left", overflow="fold")
     for rank, one in enumerate(searched.found, 1):
@@ -67,7 +67,9 @@ def servers_of(one: Found) -> str:
 
 def lines_of(searched: Searched) -> list[str]:
     """How many layouts were timed and planned, and for each reason of a refusal their number and one example."""
-    lines = [f"{searched.considered:,} divisions of ranks and servers considered, {searched.planned} planned whole"]
+    lines = [
+        f"{searched.considered:,} divisions of ranks and servers considered, {searched.planned} planned completely"
+    ]
     if not searched.found:
         lines.append("no layout fits: use more nodes, or devices with more memory")
     for reason, number in searched.refusals.counts.most_common():

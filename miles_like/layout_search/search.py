@@ -111,12 +111,12 @@ def search(
     """
     if not run.cluster.gpus_per_node or run.servers is None or run.rollout.engine != "sglang":
         raise ValueError(
-            "layouts are searched for a run on GPUs with a rollout by stock SGLang: give cluster.gpus_per_node and "
-            "rollout.engine = 'sglang'"
+            "the layout search supports runs on GPUs with a rollout by stock SGLang: set cluster.gpus_per_node "
+            "and rollout.engine = 'sglang'"
         )
     if pools := [name for name in POOLS if run.cluster.pools.of(name) is not None]:
         raise ValueError(
-            f"cluster.pools.{pools[0]} gives GPUs of certain nodes to a role, and a search divides all of them: "
+            f"cluster.pools.{pools[0]} assigns GPUs of certain nodes to a role, but the search divides all GPUs: "
             "remove cluster.pools"
         )
     searches, refusals = [], Refusals()
@@ -204,7 +204,7 @@ class _Search:
             self.refusals.add("the memory plan", plan.verdict())
             return None
         if plan.spare < SPARE:
-            self.refusals.add(f"less than {SPARE:.0%} to spare", f"{plan.verdict()}; the search wants {SPARE:.0%}")
+            self.refusals.add(f"less than {SPARE:.0%} to spare", f"{plan.verdict()}; the search requires {SPARE:.0%}")
             return None
         tokens = float(plan.engine.tokens) if plan.engine is not None else self.facts.cache_tokens
         setup = step_setup(config, self.hf, replace(self.facts, cache_tokens=tokens))

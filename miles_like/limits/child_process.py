@@ -16,7 +16,7 @@ def die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("the process that started this worker is gone")
+        sys.exit("the process that started this worker has ended")
 
 
 def set_soft_limit(which: int, to: int) -> None:

@@ -13,5 +13,5 @@ def parse_bytes(text: str) -> int:
     unit = (found[2] or "B").upper()[0]
     amount = float(found[1]) * 1024 ** "BKMGT".index(unit)
     if amount >= 2**63:
-        raise ValueError(f"{text[:40]!r} is more memory than any machine has: use for example 4GiB or 512MiB")
+        raise ValueError(f"{text[:40]!r} exceeds the memory of any machine: use for example 4GiB or 512MiB")
     return int(amount)

@@ -40,7 +40,7 @@ def open_regular(path: Path) -> int:
 def _check_regular(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "of an unknown kind")
-        raise ValueError(f"{path} is {kind}, not a regular file: replace it by the file itself")
+        raise ValueError(f"{path} is {kind}, not a regular file: replace it with the file itself")
 
 
 def read_regular(path: Path, limit: int) -> bytes:
@@ -49,7 +49,7 @@ def read_regular(path: Path, limit: int) -> bytes:
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise ValueError(f"{path} has more than {limit:,} bytes, the limit for such a file")
+        raise ValueError(f"{path} has more than {limit:,} bytes, the limit for such a file: use a smaller file")
     return data
 
 
@@ -108,9 +108,10 @@ def check_inside(path: Path, directory: Path) -> None:
     try:
         real, root = path.resolve(), directory.resolve()
     except (RuntimeError, OSError):
-        raise ValueError(f"{path} is a link to itself: replace it by the file") from None
+        raise ValueError(f"{path} is a link to itself: replace it with the file") from None
     in_cache = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
     if not real.is_relative_to(root) and not in_cache:
         raise ValueError(
-            f"{path} is a link to {real}, outside {directory}: copy the file there, or give the directory it is in"
+            f"{path} is a link to {real}, outside {directory}: copy the file there, or use the directory that "
+            "contains it"
         )

@@ -34,7 +34,8 @@ class DaemonThreads:
         """
         if self._lost >= MOST_LOST:
             raise RuntimeError(
-                f"{self._lost} calls exceeded their time limit and have not returned: give the function a time limit"
+                f"{self._lost} calls exceeded their time limit and have not returned: add a time limit inside "
+                "the function"
             )
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Callable[[], T]] = loop.create_future()

@@ -35,7 +35,9 @@ class NodeFiles:
         """As the function that `reader` returns."""
         node = next((n.id for n in living_nodes() if n.address == self.address), None)
         if node is None:
-            raise OSError(f"{self.root / name} is on node {self.address}, which is not in the Ray cluster: start it")
+            raise OSError(
+                f"{self.root / name} is on node {self.address}, which is not in the Ray cluster: start Ray on it"
+            )
         task: Any = ray.remote(num_cpus=0, max_retries=1)(_read)
         ref = task.options(scheduling_strategy=on_node(node)).remote(str(self.root / name), offset, min(size, MOST))
         try:
@@ -43,7 +45,9 @@ class NodeFiles:
         except RayError as e:
             raise OSError(f"node {self.address} did not send {self.root / name}: {error_message(e)}") from None
         if xxhash.xxh3_128_hexdigest(data) != digest:
-            raise OSError(f"bytes {offset}.. of {self.root / name} arrived from node {self.address} damaged")
+            raise OSError(
+                f"bytes {offset}.. of {self.root / name} were corrupted on the way from node {self.address}: run again"
+            )
         return bytes(data)
 
 

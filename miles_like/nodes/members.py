@@ -135,7 +135,7 @@ def _too_few(nodes: Sequence[Node], count: int, gpus_per_node: int, waited_s: fl
     else:
         remedy = "start Ray on the missing ones with `ray start --address ...`"
     return (
-        f"the run needs {format_nodes(count, gpus_per_node)} ({keys}), "
+        f"the run needs {format_nodes(count, gpus_per_node)} ({keys}), but "
         + (f"after {waited_s:g} s (cluster.timeout_s) " if waited_s else "")
         + f"the Ray cluster has {len(nodes)} nodes: {have}{more}; {remedy}, or lower cluster.nodes"
         + (" or cluster.gpus_per_node" if gpus_per_node else "")

@@ -167,9 +167,9 @@ def _answers(refs: Sequence[Any], nodes: Sequence[Node], limit: _Limit) -> tuple
             found.append(ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
         except GetTimeoutError:
             raise RuntimeError(
-                f"node {node.address} started no process within {most:.3g} s"
+                f"node {node.address} did not start a process within {most:.3g} s"
                 + ("" if most == _FACTS_S else f", the rest of cluster.timeout_s = {limit.timeout_s:g} s")
-                + f"; {cluster_gist()}: look at `ray status` and at the logs of Ray on that node, then run again"
+                + f"; {cluster_gist()}: see `ray status` and Ray's logs on that node, then run again"
             ) from None
         except RayError as e:
             raise RuntimeError(f"node {node.address}: {error_message(e)}") from None
@@ -186,8 +186,8 @@ def _busy(nodes: Sequence[Node], count: int, gpus: int) -> str:
             by = f"reserved by {holders[n.id]}" if n.id in holders else "the others are used by another Ray job"
             taken.append(f"{n.address} has {left} of {n.gpus} GPUs free, {by}")
     return (
-        f"the run needs {format_nodes(count, gpus)} (cluster.nodes, cluster.gpus_per_node), {idle} of {len(nodes)} are "
-        f"free: {'; '.join(taken) or 'another job was faster'}"
+        f"the run needs {format_nodes(count, gpus)} (cluster.nodes, cluster.gpus_per_node), but {idle} of "
+        f"{len(nodes)} are free: {'; '.join(taken) or 'another job was faster'}"
     )
 
 
@@ -248,8 +248,8 @@ def devices_of(ids: Sequence[int | str], node: str) -> tuple[Device, ...]:
             same = [i for i, of in known.items() if of.startswith(str(one))]
             if len(same) != 1:
                 raise RuntimeError(
-                    f"Ray names the GPU {one} on {socket.gethostname()}, where nvidia-smi -L lists no whole GPU of "
-                    "that name: start Ray with indices of whole GPUs in CUDA_VISIBLE_DEVICES"
+                    f"Ray reports the GPU {one} on {socket.gethostname()}, but nvidia-smi -L lists no whole GPU "
+                    "with this name: start Ray with indices of whole GPUs in CUDA_VISIBLE_DEVICES"
                 )
             (index,) = same
         derived = f"GPU-{uuid.uuid5(uuid.NAMESPACE_OID, f'{node}/{index}')}"

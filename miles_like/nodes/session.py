@@ -55,11 +55,11 @@ def start_ray(address: str | None) -> None:
     except (AuthenticationError, ConnectionError, RuntimeError) as e:
         if _refused(e):
             raise ValueError(
-                f"the Ray cluster at {address} rejects this process's token: set the cluster's token with "
-                "RAY_AUTH_MODE=token with RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+                f"the Ray cluster at {address} rejects this process's token: set RAY_AUTH_MODE=token, and the "
+                "cluster's token in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
             ) from e
         raise ValueError(
-            f"no Ray cluster answers at {address}: start one with `ray start --head`, or leave it out"
+            f"no Ray cluster answers at {address}: start one with `ray start --head`, or remove --ray-address"
         ) from e
 
 
@@ -117,7 +117,8 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
     except OSError as e:
         raise ValueError(
-            f"no Ray cluster answers at {address} ({e.strerror or e}): start one (`ray start --head`) or leave it out"
+            f"no Ray cluster answers at {address} ({e.strerror or e}): start one (`ray start --head`) or "
+            "remove --ray-address"
         ) from None
 
 

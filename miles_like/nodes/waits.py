@@ -97,8 +97,8 @@ def get_result(ref: ray.ObjectRef[Any], actor: str, timeout_s: float) -> Any:
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError:
         raise RuntimeError(
-            f"{actor} did not answer within {timeout_s:g} s; {cluster_gist()}: see whether its node is up and not "
-            "overloaded, and logs/ in the run directory; then run again"
+            f"{actor} did not answer within {timeout_s:g} s; {cluster_gist()}: check that its node is up and not "
+            "overloaded, and see logs/ in the run directory; then run again"
         ) from None
     except RayError as e:
         raise RuntimeError(f"{actor}: {error_message(e)}") from None

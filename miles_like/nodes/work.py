@@ -177,9 +177,9 @@ class _Watch:
 
     def _timeout_message(self, i: int) -> str:
         what = f"{self._name}: a process on node {self._nodes[i].address} made no progress for {self._limit(i):g} s"
-        remedy = f"raise cluster.timeout_s if its disk is only slow; {self._again}"
+        remedy = f"raise cluster.timeout_s if the disk is only slow; {self._again}"
         if i not in self._seen:
-            return f"{what}, it did not start; {cluster_gist()}; {remedy}"
+            return f"{what}: it did not start; {cluster_gist()}; {remedy}"
         pid, log, _ = self._seen[i]
         if not write_stacks([self._nodes[i].id], [pid], [Path(log)]):
             return f"{what} and its node does not answer; {remedy}"

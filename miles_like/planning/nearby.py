@@ -67,8 +67,8 @@ def nearest(config: RunConfig, plan: Plan, model: Model, plan_of: Callable[[RunC
 def refusal(plan: Plan, found: Sequence[Alternative]) -> str:
     """One sentence: why the plan does not fit, and what near it does."""
     near = "; ".join(other.described() for other in found)
-    remedy = f"the nearest that fit: {near}" if found else "no layout near it fits: use more nodes"
-    return f"the run {plan.verdict()}; {remedy}; --force starts it as it is"
+    remedy = f"the most similar layouts that fit: {near}" if found else "no similar layout fits: use more nodes"
+    return f"the run {plan.verdict()}; {remedy}; --force starts it anyway"
 
 
 def changed(config: RunConfig, change: Change) -> RunConfig:

@@ -98,7 +98,7 @@ class Plan:
     def verdict(self) -> str:
         """One sentence."""
         if not self.on_gpus:
-            return "CPU ranks: nothing is rejected, the operating system shares the host's memory"
+            return "CPU ranks: no run is rejected, because the operating system shares the host's memory"
         worst = self.worst
         where = f"{worst.name} while {worst.worst}: {gib(worst.peak)} of {gib(self.device.memory)} GiB"
         if problems := self.problems():
@@ -115,8 +115,8 @@ class Plan:
         worst = max(over, key=lambda stage: stage.peak)
         more = f" ({len(over)} of {len(self.stages)} kinds of GPUs are too small)" if len(over) > 1 else ""
         return [
-            f"{worst.name} needs {gib(worst.peak)} GiB while {worst.worst}, {with_article(self.device.name)} has "
-            f"{gib(self.device.memory)} ({described(worst.phases[worst.worst])}){more}"
+            f"{worst.name} needs {gib(worst.peak)} GiB while {worst.worst}, but {with_article(self.device.name)} "
+            f"has {gib(self.device.memory)} ({described(worst.phases[worst.worst])}){more}"
         ]
 
     def _of_engine(self) -> list[str]:
@@ -133,8 +133,8 @@ class Plan:
             return []
         parts = ", ".join(f"{name} {gib(n)}" for name, n in self.host.parts.items() if n)
         return [
-            f"node {self.host.node} needs {gib(self.host.total)} GiB of host memory, it has {gib(self.host.memory)} "
-            f"({parts})"
+            f"node {self.host.node} needs {gib(self.host.total)} GiB of host memory, but has "
+            f"{gib(self.host.memory)} ({parts})"
         ]
 
     def _of_disk(self) -> list[str]:
@@ -142,7 +142,7 @@ class Plan:
         if disk is None or not disk.node_disk or sum(disk.node.values()) <= disk.node_disk:
             return []
         return [
-            f"a node writes {gib(sum(disk.node.values()))} GiB to cluster.stage_dir, its local disk has "
+            f"a node writes {gib(sum(disk.node.values()))} GiB to cluster.stage_dir, but its local disk has "
             f"{gib(disk.node_disk)}"
         ]
 

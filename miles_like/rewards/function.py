@@ -92,8 +92,8 @@ def _style_and_unit(function: Callable[..., Any], label: str, style: str | None,
     inferred = recognised(function)
     if inferred is None and style is None and unit is None:
         raise ValueError(
-            f"{label}: its parameter names match no style: name them (sample), (prompt, sample), (prompt, "
-            f"samples) or (prompts, samples), or set reward.style to one of {', '.join(STYLES)}"
+            f"{label}: its parameter names do not match a style: rename them to (sample), (prompt, sample), "
+            f"(prompt, samples) or (prompts, samples), or set reward.style to one of {', '.join(STYLES)}"
         )
     if style is None:
         style = "own" if inferred is None else inferred[0]
@@ -108,8 +108,7 @@ def _style_and_unit(function: Callable[..., Any], label: str, style: str | None,
         )
     if inferred_unit is not None and inferred_unit is not unit and style in ("own", "slime"):
         raise ValueError(
-            f"{label}: reward.unit = {unit.value!r}, but its parameters are those of unit {inferred_unit.value!r}: "
-            "remove it"
+            f"{label}: reward.unit = {unit.value!r}, but its parameters match unit {inferred_unit.value!r}: remove it"
         )
     return style, unit
 

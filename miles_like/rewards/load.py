@@ -80,7 +80,7 @@ def make_reward(config: RewardConfig) -> RewardFn:
     labels = [name.rpartition(":")[2] for name in made]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
-        raise ValueError(f"reward.parts has {twice!r} twice: give one of the functions another name")
+        raise ValueError(f"reward.parts has two functions named {twice!r}: rename one of them")
     return Weighted({label: (made[name], config.weights[name]) for label, name in zip(labels, made, strict=True)})
 
 

@@ -44,10 +44,10 @@ def _of_parts(named: Mapping[object, object]) -> Score | Unscored:
         return Unscored(reason=_shortened(str(values.get(_WHY) or RETURNED_NONE)))
     parts = {k: number(v, f"its part {k!r}") for k, v in values.items() if k != total and not isinstance(v, str | None)}
     if len(parts) > MOST_PARTS:
-        raise ValueError(f"it has {len(parts)} parts, at most {MOST_PARTS} are logged: remove some")
+        raise ValueError(f"it has {len(parts)} parts, but at most {MOST_PARTS} are supported: remove some")
     if (wrong := next((k for k in parts if not _NAME.fullmatch(k)), None)) is not None:
         raise ValueError(
-            f"its part {wrong[:80]!r} is not a valid metric name: want 1 to 64 letters, digits, _ . / or -"
+            f"its part {wrong[:80]!r} is not a valid metric name: expected 1 to 64 letters, digits, _ . / or -"
         )
     if total is not None:
         return Score(value=number(values[total], f"its {total!r}"), parts=parts)
@@ -65,7 +65,7 @@ def number(value: object, what: str) -> float:
     if isinstance(value, np.generic | np.ndarray | Tensor) and value.shape in ((), (1,)):
         value = value.item()
     if not isinstance(value, int | float):
-        raise ValueError(f"{what} is {value!r:.200}, want a number, a bool, a dict of named numbers, or None")
+        raise ValueError(f"{what} is {value!r:.200}, expected a number, a bool, a dict of named numbers, or None")
     try:
         finite = math.isfinite(value)
     except OverflowError:
@@ -82,7 +82,7 @@ def each(returned: object, n: int) -> list[object]:
     if isinstance(returned, Tensor | np.ndarray):
         returned = returned.reshape(-1).tolist()
     if not isinstance(returned, Sequence) or isinstance(returned, str):
-        raise ValueError(f"it returned {shown(returned)} for {n} samples, want a list with one result for each")
+        raise ValueError(f"it returned {shown(returned)} for {n} samples, expected a list with one result per sample")
     if len(returned) != n:
-        raise ValueError(f"it returned {len(returned)} results for {n} samples, want one for each, in order")
+        raise ValueError(f"it returned {len(returned)} results for {n} samples, expected one per sample, in order")
     return list(returned)

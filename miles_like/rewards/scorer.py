@@ -116,8 +116,8 @@ class Scorer:
         new = outcome.parts.keys() - self._parts
         if len(self._parts) + len(new) > MOST_PARTS:
             raise ValueError(
-                f"it has the part {min(new)!r}, and this run has {len(self._parts)} other part names, at most "
-                f"{MOST_PARTS}: return the same parts each time"
+                f"it has the part {min(new)!r}, but this run already has {len(self._parts)} other part names, and "
+                f"at most {MOST_PARTS} are supported: return the same parts each time"
             )
         self._parts |= new
         return outcome

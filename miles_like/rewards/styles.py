@@ -110,7 +110,9 @@ def _verl(prompts: Sequence[Prompt], samples: Sequence[Sample], *, unit: Unit, a
 
 def _verl_result(returned: Any, n: int, unit: Unit, args: Mapping[str, Json]) -> list[object]:
     if isinstance(returned, Mapping) and TOTALS[0] not in returned:
-        raise ValueError(f"it returned a dict with the keys {', '.join(map(str, returned))}, want {TOTALS[0]!r} too")
+        raise ValueError(
+            f"it returned a dict with the keys {', '.join(map(str, returned))}, expected {TOTALS[0]!r} too"
+        )
     return [returned]
 
 
@@ -238,7 +240,7 @@ def _openrlhf_results(returned: Any, n: int, unit: Unit, args: Mapping[str, Json
     if not isinstance(returned, Mapping):
         return each(returned, n)
     if "rewards" not in returned:
-        raise ValueError(f"it returned a dict with the keys {', '.join(map(str, returned))}, want 'rewards' too")
+        raise ValueError(f"it returned a dict with the keys {', '.join(map(str, returned))}, expected 'rewards' too")
     rewards = each(returned["rewards"], n)
     logs = {"scores": returned.get("scores"), **(returned.get("extra_logs") or {})}
     parts = {k: _for_each(v, n) for k, v in logs.items() if v is not None and not isinstance(v, str)}

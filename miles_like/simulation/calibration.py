@@ -66,8 +66,8 @@ def read_run(run_dir: Path) -> list[MeasuredStep]:
     counted = range(WARM, len(rows) - LAST)[:STEPS]
     if not counted:
         raise ValueError(
-            f"{run_dir} has {len(rows)} trained steps in metrics.jsonl: want at least {WARM + LAST + 1}, the first "
-            f"{WARM} and the last {LAST} are not read"
+            f"{run_dir} has {len(rows)} trained steps in metrics.jsonl, expected at least {WARM + LAST + 1}, "
+            f"because the first {WARM} and the last {LAST} are not used"
         )
     return [_step(run_dir, rows[i], rows[i - 1]) for i in counted]
 
@@ -79,7 +79,7 @@ def read_answers(rollouts: Path) -> list[Answers]:
     answers = [group for _, path in sorted(files) for group in _groups(path)]
     if not answers:
         raise ValueError(
-            f"--lengths-from {rollouts} has no samples in files step_N.jsonl: give the directory rollouts of a run"
+            f"--lengths-from {rollouts} has no samples in files step_N.jsonl: pass the directory rollouts of a run"
         )
     return answers
 
@@ -136,7 +136,7 @@ def _rows(path: Path) -> list[Mapping[str, Any]]:
     try:
         lines = read_text(path, METRICS_BYTES).splitlines()
     except OSError as e:
-        raise ValueError(f"{path} cannot be read ({e.strerror}): give --from the directory of a run") from None
+        raise ValueError(f"{path} cannot be read ({e.strerror}): pass the directory of a run as --from") from None
     return [parse_json(line) for line in lines]
 
 
@@ -144,7 +144,7 @@ def _step(run_dir: Path, row: Mapping[str, Any], before: Mapping[str, Any]) -> M
     number = int(row["step"])
     path = run_dir / "rollouts" / f"step_{number}.jsonl"
     if not path.is_file():
-        raise ValueError(f"{path} is missing: --from needs the samples of the run")
+        raise ValueError(f"{path} is missing: use a run with samples as --from")
     between = row.get("wall_s"), before.get("wall_s")
     whole = not any(key.startswith("eval/") for key in row) and int(before["step"]) == number - 1
     known = whole and between[0] is not None and between[1] is not None
@@ -170,8 +170,8 @@ def _groups(path: Path) -> Iterator[Answers]:
                 prompt_id, index, mask = str(sample["prompt_id"]), int(sample["index"]), list(sample["loss_mask"])
             except (ValueError, KeyError, TypeError):
                 raise ValueError(
-                    f"{path}, line {number} is not a sample with prompt_id, index and loss_mask: give samples as runs "
-                    "write them"
+                    f"{path}, line {number} is not a sample with prompt_id, index and loss_mask: use samples as "
+                    "runs write them"
                 ) from None
             if (prompt_id != name or index <= last) and lengths:
                 yield Answers(prompt, tuple(lengths))

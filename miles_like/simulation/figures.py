@@ -94,7 +94,7 @@ def figures_of(outcome: Outcome, warm: int | None = None) -> SimulationFigures:
     if rows and not outcome.wall_s:
         raise ValueError("every time of the simulation is 0: set simulation.engine.step_s or simulation.train.fixed_s")
     if len(rows) < 2:
-        raise ValueError(f"train.steps = {settings.steps}: want at least 2, to measure from one step to the next")
+        raise ValueError(f"train.steps = {settings.steps}: expected at least 2, to measure from one step to the next")
     warm = warm_steps(len(rows), settings.max_staleness) if warm is None else warm
     counted = rows[warm - 1 :]
     begin, end = counted[0].published, counted[-1].published

@@ -51,7 +51,7 @@ def measured_figures(
     first, last = max(WARM, warm_steps(len(rows) - 1, max_staleness)), len(rows) - 1 - LAST
     if last <= first:
         raise ValueError(
-            f"{len(rows)} rows in metrics.jsonl: want at least {first + 2 + LAST} with staleness {max_staleness}"
+            f"{len(rows)} rows in metrics.jsonl: expected at least {first + 2 + LAST} with staleness {max_staleness}"
         )
     seconds = float(rows[last]["wall_s"]) - float(rows[first]["wall_s"])
     worked = sum(

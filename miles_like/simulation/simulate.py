@@ -138,6 +138,6 @@ def _no_progress(settings: LoopSettings, faults: FaultAssumptions, step: int) ->
     ]
     every = settings.save_every or settings.steps
     return (
-        f"{STUCK} faults in a row came before the checkpoint after step {step}, with {' and '.join(means)} and "
-        f"checkpoint.every = {every}: save more often, or raise the mean time between faults"
+        f"{STUCK} faults in a row occurred before the checkpoint after step {step}, with {' and '.join(means)} "
+        f"and checkpoint.every = {every}: save more often, or raise the mean time between faults"
     )

@@ -70,7 +70,7 @@ def element_bytes(spec: QuantSpec | None) -> float:
 def step_setup(run: RunConfig, hf: HFConfig, facts: Facts) -> StepSetup:
     """The setup of a run with a rollout. Raises ValueError for one without, which has no step of this kind."""
     if run.servers is None:
-        raise ValueError(f"algorithm.name = {run.algorithm.name!r} has no rollout, whose time could be predicted")
+        raise ValueError(f"algorithm.name = {run.algorithm.name!r} has no rollout, so its time cannot be predicted")
     load = workload(run, facts)
     engine = engine_setup(run, hf, facts)
     train = train_setup(run, hf, facts, load)

@@ -49,7 +49,7 @@ def lengths_with_mean(mean: float, limit: float, spread: float = SPREAD) -> Leng
     """Log-normal lengths, cut at `limit`, with this mean after the cut. Raises ValueError for a mean outside of
     [1, limit]."""
     if not 1 <= mean <= limit:
-        raise ValueError(f"responses of {mean:g} tokens on average with a limit of {limit:g}: want 1 to the limit")
+        raise ValueError(f"responses of {mean:g} tokens on average with a limit of {limit:g}: expected 1 to the limit")
     normal = NormalDist()
     steps = [math.exp(spread * normal.inv_cdf((i + 0.5) / _KNOTS)) for i in range(_KNOTS)]
 

@@ -135,7 +135,7 @@ def test_a_hostile_hosts_file_a_taken_port_and_disks_are_named(cluster: Cluster,
     check_refusal(text, "node0", "node1", "trainer ranks write their checkpoints", "mount the shared file system")
     assert not wrong(of_run, f"reach of {cluster.disk}/cache")
     remarks = [f["text"] for f in of_run["findings"] if f["check"] == f"reach of {cluster.disk}/cache"]
-    assert len(remarks) == 1 and "another directory on each node" in remarks[0]
+    assert len(remarks) == 1 and "a separate directory on each node" in remarks[0]
 
 
 def brief(address: str, *configs: RunConfig) -> list[list[tuple[str, str, str]]]:

@@ -79,5 +79,5 @@ def test_fused_weights_that_a_server_keeps_end_the_run(miles_like: Run, tmp_path
     done = miles_like(*words, script=PROGRAMS / "parted_pairs.py")
     assert done.returncode == 2, done.stderr[-3000:]
     assert "version 1 is published again: server http://127.0.0.1:" in done.stdout
-    assert "version 1 was published twice, and servers do not compute with it: server http://127.0.0.1:" in done.stderr
+    assert "version 1 was published twice, but servers do not compute with it: server http://127.0.0.1:" in done.stderr
     assert not (tmp_path / "run" / "checkpoints" / "latest").exists()

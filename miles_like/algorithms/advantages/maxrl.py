@@ -29,8 +29,8 @@ def over_mean(groups: Sequence[SampleGroup]) -> list[list[float]]:
 def _of_group(rewards: Sequence[float]) -> list[float]:
     if any(r < 0 for r in rewards):
         raise ValueError(
-            f"rewards {list(rewards)} with algorithm.advantage = 'maxrl', which divides by their mean: give rewards of "
-            "0 or more (no penalties), or another advantage"
+            f"rewards {list(rewards)} with algorithm.advantage = 'maxrl', which divides by their mean: use "
+            "rewards of 0 or more (without penalties), or another advantage"
         )
     if len(set(rewards)) < 2:
         return [0.0] * len(rewards)

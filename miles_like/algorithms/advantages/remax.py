@@ -63,7 +63,7 @@ def _baseline(group: SampleGroup) -> float:
     if rewards and not found:
         raise ValueError(
             f"prompt {group.prompt.id!r} has no sample of index {GREEDY_INDEX}, whose reward is the baseline of "
-            "algorithm.advantage = 'remax': discard such a group"
+            "algorithm.advantage = 'remax': discard the group"
         )
     return found[0] if found else 0.0
 

@@ -43,7 +43,9 @@ class Tokens:
         samples = [s for g in self.groups for s in g.samples]
         for s in samples:
             if name not in s.streams:
-                raise ValueError(f"sample {s.name} has no stream {name!r}, only {sorted(s.streams)}: score it first")
+                raise ValueError(
+                    f"sample {s.name} has no stream {name!r}, only {sorted(s.streams)}: score the sample first"
+                )
         return self._chosen([s.streams[name] for s in samples])
 
     def logprobs(self) -> Tensor:

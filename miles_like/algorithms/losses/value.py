@@ -33,7 +33,9 @@ class ValueLoss:
         """[T] loss, 0 where not `loss_mask`, and `critic/...` over loss tokens. `inputs.logprobs` are the values v; the
         streams VALUES and RETURNS, [T] fp32, are read, and no other log-probabilities."""
         loss_mask, streams = inputs.loss_mask, inputs.streams
-        assert VALUES in streams and RETURNS in streams, f"a critic needs old values and returns, not {list(streams)}"
+        assert VALUES in streams and RETURNS in streams, (
+            f"a critic needs the streams of old values and returns, but got {list(streams)}"
+        )
         values = torch.where(loss_mask, inputs.logprobs, 0.0)
         before, returns = (torch.where(loss_mask, streams[name], 0.0) for name in (VALUES, RETURNS))
         near = before + (values - before).clamp(-self.value_clip, self.value_clip)

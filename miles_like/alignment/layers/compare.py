@@ -72,8 +72,8 @@ class LayerComparison:
         first = self.first
         assert first is not None
         return (
-            f"{first.name} is the first that differs on server {self.url}: its change of the residual stream by "
-            f"{first.difference:.2g} of itself, and {first.explained:.2g} is explained"
+            f"{first.name} is the first that differs on server {self.url}: its change of the residual stream "
+            f"differs by a share of {first.difference:.2g}, but the precision explains only {first.explained:.2g}"
         )
 
 

@@ -30,7 +30,7 @@ class Endpoint:
             try:
                 self._headers["Authorization"] = f"Bearer {read_text(Path(config.key_file), KEY_BYTES).strip()}"
             except OSError as e:
-                raise ValueError(f"key_file {config.key_file}: {e.strerror}; it holds the bearer token") from e
+                raise ValueError(f"key_file {config.key_file}: {e.strerror}; it must contain the bearer token") from e
         self._http: httpx.AsyncClient | None = None
 
     async def post(self, path: str, body: object) -> Any | Unscored:
@@ -54,11 +54,11 @@ class Endpoint:
             return Unscored(reason=f"no reply from {self.url}: {type(e).__name__}")
         start = text[:800].decode("utf-8", "replace")[:200]
         if reply.status_code != 200:
-            raise ValueError(f"{where} replied HTTP {reply.status_code}: {start!r}; check its url and options")
+            raise ValueError(f"{where} replied HTTP {reply.status_code}: {start!r}; check url and options")
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as e:
-            raise ValueError(f"{where} replied {start!r}, which is not JSON: check its url") from e
+            raise ValueError(f"{where} replied {start!r}, which is not JSON: check url") from e
 
     async def close(self) -> None:
         if self._http is not None:
@@ -71,7 +71,7 @@ async def _bounded(reply: httpx.Response, where: str) -> bytes:
     and deflate, whose decompressed size can be bounded."""
     coding = reply.headers.get("Content-Encoding", "identity").strip().lower()
     if coding not in ("identity", "gzip", "deflate"):
-        raise ValueError(f"{where} replied in Content-Encoding {coding[:40]!r}, which was not requested")
+        raise ValueError(f"{where} replied with Content-Encoding {coding[:40]!r}, which was not requested")
     inflate = None if coding == "identity" else zlib.decompressobj(zlib.MAX_WBITS | 32)
     out = bytearray()
     async for chunk in reply.aiter_raw():
@@ -81,5 +81,5 @@ async def _bounded(reply: httpx.Response, where: str) -> bytes:
         except zlib.error as e:
             raise ValueError(f"{where} replied with damaged {coding}: {e}") from e
         if len(out) > REPLY_BYTES:
-            raise ValueError(f"{where} replied with more than {REPLY_BYTES:,} bytes: check its url and options")
+            raise ValueError(f"{where} replied with more than {REPLY_BYTES:,} bytes: check url and options")
     return bytes(out)

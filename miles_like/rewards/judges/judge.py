@@ -77,7 +77,7 @@ class Judge:
             content, cut = choice["message"]["content"], choice.get("finish_reason") in _CUT
         except (KeyError, IndexError, TypeError) as e:
             form = "an object" if isinstance(reply, Mapping) else type(reply).__name__
-            raise ValueError(f"the judge sent {form} {str(reply)[:200]!r}, not a chat completion: check its url") from e
+            raise ValueError(f"the judge sent {form} {str(reply)[:200]!r}, not a chat completion: check url") from e
         if cut:
             return Unscored(reason="the judgement was cut off")
         try:  # in a thread: the user's pattern may be slow

@@ -37,7 +37,7 @@ class LocalRewardModel:
         self._lock = Lock()  # of the model, which calls in several threads share
         if not (Path(config.model) / "config.json").is_file():
             raise ValueError(
-                f"reward.local_reward_model.model = {config.model!r} has no config.json: give the Hugging Face "
+                f"reward.local_reward_model.model = {config.model!r} has no config.json: use the Hugging Face "
                 "directory of a model with a scalar head (miles-like convert to-hf)"
             )
 
@@ -71,8 +71,8 @@ class LocalRewardModel:
         model = AutoModelForSequenceClassification.from_pretrained(self._config.model, dtype=torch.float32)
         if model.config.num_labels != 1:
             raise ValueError(
-                f"reward.local_reward_model.model = {self._config.model!r} has {model.config.num_labels} outputs: give "
-                "a model with one, as the trainer's reward models have"
+                f"reward.local_reward_model.model = {self._config.model!r} has {model.config.num_labels} outputs: "
+                "use a model with 1 output, as the trainer's reward models have"
             )
         return model.eval().to(self._config.device)
 

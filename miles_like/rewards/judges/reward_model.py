@@ -61,7 +61,7 @@ class RewardModel:
     def _chosen(self, outputs: Any) -> float:
         values = outputs if isinstance(outputs, list) else [outputs]
         if not all(isinstance(v, int | float) for v in values):
-            raise ValueError(f"the model's outputs are {str(outputs)[:200]}, want numbers: check url and api")
+            raise ValueError(f"the model's outputs are {str(outputs)[:200]}, expected numbers: check url and api")
         if isinstance(self._config.api, V1Classify) and len(values) == 1:
             raise ValueError(
                 "/v1/classify always returns 1 for a model with 1 output: set reward.reward_model.api = 'classify'"
@@ -70,7 +70,8 @@ class RewardModel:
             raise ValueError(f"the model has {len(values)} outputs: select one with reward.reward_model.output")
         if self._config.output is not None and self._config.output >= len(values):
             raise ValueError(
-                f"reward.reward_model.output = {self._config.output}, but the model has {len(values)} outputs"
+                f"reward.reward_model.output = {self._config.output}, but the model has {len(values)} outputs: "
+                f"choose one from 0 to {len(values) - 1}"
             )
         return float(values[self._config.output or 0])
 

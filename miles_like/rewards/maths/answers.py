@@ -96,8 +96,8 @@ class MultipleChoice:
         right = prompt.answer.strip().strip("().").upper()
         if len(right) != 1 or right not in self._choices:
             raise ValueError(
-                f"prompt {prompt.id!r} has the answer {prompt.answer!r}, want one letter of {self._choices!r}: "
-                "set data.answer_key, or reward.multiple_choice.choices"
+                f"prompt {prompt.id!r} has the answer {prompt.answer!r}, expected one letter of "
+                f"{self._choices!r}: set data.answer_key, or reward.multiple_choice.choices"
             )
         return float(self._chosen(sample.text) == right)
 

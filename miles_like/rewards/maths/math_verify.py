@@ -43,7 +43,7 @@ class MathVerify:
                 if self._process is None:
                     _kill(process)
         if not line:
-            return Unscored(reason="the math-verify process died of it")
+            return Unscored(reason="the math-verify process died on it")
         reply: dict[str, object] = json.loads(line)
         if "error" in reply:
             raise ValueError(f"prompt {prompt.id!r}: {reply['error']}")

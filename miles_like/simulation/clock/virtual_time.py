@@ -25,7 +25,7 @@ class _Jumping(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("the simulated run waits for an event that nothing will bring about")
+            raise RuntimeError("the simulated run waits for an event that never occurs")
         if timeout > 0:
             self._jump(timeout)
         return []

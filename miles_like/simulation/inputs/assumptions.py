@@ -29,8 +29,8 @@ class LengthAssumptions(Section):
         for key, value in (("mean", self.mean), ("prompt_tokens", self.prompt_tokens)):
             if value is None and self.kind != "recorded":
                 raise ValueError(
-                    f"simulation.lengths.{key} is not given, and simulation.lengths.kind = {self.kind!r} needs it: "
-                    "set it, or give --from a run with rollouts"
+                    f"simulation.lengths.{key} is not set, but simulation.lengths.kind = {self.kind!r} needs it: "
+                    "set it, or pass a run with rollouts as --from"
                 )
         return self
 
@@ -68,8 +68,8 @@ class PublishAssumptions(Section):
     def the_pause_is_a_part(self) -> PublishAssumptions:
         if self.pause_s > self.seconds:
             raise ValueError(
-                f"simulation.publish.pause_s = {self.pause_s:g} is more than simulation.publish.seconds = "
-                f"{self.seconds:g}, which it is a part of: lower it, or raise the other"
+                f"simulation.publish.pause_s = {self.pause_s:g} exceeds simulation.publish.seconds = "
+                f"{self.seconds:g}, of which it is a part: lower it, or raise simulation.publish.seconds"
             )
         return self
 

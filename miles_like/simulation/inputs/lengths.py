@@ -58,7 +58,7 @@ class DrawnAnswers:
 
     def draw(self, random: np.random.Generator, n: int) -> Answers:
         if self.lengths.prompt_tokens is None:
-            raise ValueError("simulation.lengths.prompt_tokens is not given: set it")
+            raise ValueError("simulation.lengths.prompt_tokens is not set: set it")
         found = np.clip(np.rint(self._tokens(random, n)), 1, self.limit)
         return Answers(self.lengths.prompt_tokens, tuple(int(x) for x in found))
 

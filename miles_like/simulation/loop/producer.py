@@ -169,6 +169,7 @@ class SimProducer:
             s.step, s.kept, s.tried = s.step + 1, s.kept - self.groups, 0
         elif s.tried >= self.max_rounds * self.groups:
             raise RuntimeError(
-                f"step {s.step}: {s.kept} of {self.groups} groups of {s.tried} prompts, the others were discarded: "
-                f"raise rollout.max_rounds = {self.max_rounds}, or lower simulation.discarded"
+                f"step {s.step}: only {s.kept} of {self.groups} groups were kept after {s.tried} prompts, and the "
+                f"others were discarded: raise rollout.max_rounds above {self.max_rounds}, or lower "
+                "simulation.discarded"
             )

@@ -28,7 +28,7 @@ class Group:
 def group_of(size: int, stride: int, device: Device) -> Group:
     """A group of every `stride`-th rank. Raises ValueError for a size or stride below 1."""
     if size < 1 or stride < 1:
-        raise ValueError(f"a group of {size} ranks with stride {stride}: want at least 1")
+        raise ValueError(f"a group of {size} ranks with stride {stride}: expected at least 1")
     return Group(size, max(1, min(size, device.domain // stride)))
 
 

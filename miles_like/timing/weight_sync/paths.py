@@ -62,7 +62,8 @@ class SyncSetup:
     def __post_init__(self) -> None:
         if self.parallel.world_size != self.publish.ranks:
             raise ValueError(
-                f"a layout of {self.parallel.world_size} ranks with {self.publish.ranks} trainer ranks: give both alike"
+                f"a layout of {self.parallel.world_size} ranks but publish.ranks = {self.publish.ranks}: use "
+                "the same number"
             )
 
 

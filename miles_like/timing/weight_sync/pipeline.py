@@ -36,10 +36,10 @@ class Chain:
     def __post_init__(self) -> None:
         for stage in self.stages:
             if stage.buffers < 0:
-                raise ValueError(f"stage {stage.name!r} has {stage.buffers} buffers: want 0 or more")
+                raise ValueError(f"stage {stage.name!r} has {stage.buffers} buffers: expected 0 or more")
         for row in self.seconds:
             if len(row) != len(self.stages) or min(row, default=0.0) < 0:
-                raise ValueError(f"a bucket takes {list(row)} s: want {len(self.stages)} times of 0 or more")
+                raise ValueError(f"a bucket takes {list(row)} s: expected {len(self.stages)} times of 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,7 +210,7 @@ def test_a_directory_must_be_shared_by_those_nodes_of_the_run_that_need_it() -> 
 def test_a_cache_on_each_node_s_own_disk_is_remarked() -> None:
     either = replace(NEEDS, shared={}, either=("/shared",), local=())
     (text,) = remarks(check_disks(cluster(), either, {"/shared": SEEN["/local"]}, ALL))
-    assert text.startswith("/shared is another directory on each node")
+    assert text.startswith("/shared is a separate directory on each node")
     assert not remarks(check_disks(cluster(), either, {"/shared": SEEN["/shared"]}, ALL))
 
 

@@ -57,4 +57,4 @@ def test_a_node_with_too_little_memory_is_named() -> None:
     small = replace(plan, host=replace(plan.host, memory=100 * GIB))
     assert plan.fits and not small.fits
     [sentence] = small.problems()
-    assert "of host memory, it has 100.0" in sentence and "sleeping copies" in sentence
+    assert "of host memory, but has 100.0" in sentence and "sleeping copies" in sentence

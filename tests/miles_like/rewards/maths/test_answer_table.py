@@ -181,7 +181,7 @@ def test_a_worker_whose_parent_is_gone_does_not_start() -> None:
     """The parent may end before the worker has asked to be ended with it."""
     ended = worker(1)
     out, err = ended.communicate(timeout=60)
-    assert ended.returncode == 1 and not out and "the process that started this worker is gone" in err
+    assert ended.returncode == 1 and not out and "the process that started this worker has ended" in err
 
 
 def test_the_worker_has_limits_of_memory_and_of_time() -> None:

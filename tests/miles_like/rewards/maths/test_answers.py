@@ -254,7 +254,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced(tmp_path, monkeypatch):
                 await asyncio.sleep(0.01)
             assert isinstance(await hung, Unscored) and ticks > 10
             assert await ask("24") == 1
-            assert await ask("die") == Unscored(reason="the math-verify process died of it")
+            assert await ask("die") == Unscored(reason="the math-verify process died on it")
             assert await ask("24") == 1
             cancelled = asyncio.create_task(ask("sleep"))
             await asyncio.sleep(0.1)
