@@ -451,7 +451,7 @@ class CorrectionConfig(FlatSection):
                 return dict(zip(("level", "action", "low", "high", "veto"), (level, action, *bounds), strict=True))
         more = "" if kind == "mis" else "; kind 'mis' has more combinations"
         raise ValueError(
-            f"correction.kind = {kind!r} with level = {level!r} and action = {action!r}: is only defined for "
+            f"correction.kind = {kind!r} with level = {level!r} and action = {action!r}: it is only defined for "
             f"(level, action) = ({'), ('.join(map(', '.join, ways))}){more}"
         )
 

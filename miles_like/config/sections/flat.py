@@ -205,7 +205,7 @@ def _chosen(cls: type[FlatSection], parts: tuple[type[Part], ...], text: Mapping
     required = {name: part for part in fitting for name in _required(part)}
     if len(given := [name for name in required if name in text]) != 1:
         raise ValueError(
-            f"{cls.section}.{key} = {value!r} with {' and '.join(given) or 'neither key'}: set exactly one of "
+            f"{cls.section}.{key} = {value!r} with {' and '.join(given) or 'no key'}: set exactly one of "
             f"{', '.join(required)}"
         )
     return required[given[0]]
