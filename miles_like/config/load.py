@@ -207,7 +207,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> Layers:
         tree = parse_toml(read_text(path, CONFIG_BYTES))
     except FileNotFoundError:
         named = "" if path.suffix else f", or one of the shipped ones: {', '.join(shipped_names())}"
-        raise ValueError(f"configuration file not found: {path}: pass the path of a TOML file{named}") from None
+        raise ValueError(
+            f"configuration file not found: {path}: pass the path of a TOML file as --config{named}"
+        ) from None
     except ValueError as e:
         raise ValueError(f"{path} cannot be read as TOML: {e}") from None
     return _extended(tree, path.parent, str(path), (*seen, path))

@@ -348,7 +348,7 @@ def _copy(
     os.fsync(out.fileno())
     if digest.hexdigest() != fact["sha256"]:
         raise _DamagedError(
-            _differs(name, f"has SHA-256 {digest.hexdigest()[:12]}.., but its marker has {fact['sha256'][:12]}..")
+            _differs(name, f"has sha256 {digest.hexdigest()[:12]}.., but its marker has {fact['sha256'][:12]}..")
         )
 
 

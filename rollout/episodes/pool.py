@@ -30,7 +30,7 @@ class EnginePool:
 
     def __init__(self, engines: Sequence[RolloutEngine], lost: Lost | None = None) -> None:
         if not engines:
-            raise ValueError("a pool needs at least 1 engine: set rollout.servers to at least 1")
+            raise ValueError("a pool of 0 engines is not possible: set rollout.servers to at least 1")
         self._engines = tuple(engines)
         self._load = [0] * len(engines)  # upper bound on the tokens of each engine's prompts in flight
         self._lost = lost

@@ -192,7 +192,7 @@ def test_before_the_first_save_it_keeps_a_steps_time_for_one_and_a_slow_step_is_
         deadline = Deadline(stop, 10.0, began=0.0, clock=lambda: now[0])
         now[0] = 8.2
         deadline.note(1.0)
-        assert stop.asked and "no save yet" in stop.reason and stop.reason.endswith("2.0 s together")
+        assert stop.asked and "as long as a step" in stop.reason and stop.reason.endswith("2.0 s together")
         waits = StopRequest()
         alarmed = Deadline(waits, 0.05, began=0.0, clock=lambda: 0.0)
         alarmed.note(0.001, 0.001)

@@ -92,7 +92,7 @@ def check_refusals(lines: list[str], turns: list[str]) -> None:
     assert len(refused) == generations + sum(tried.get(call, 0) for call in turns)
     for fact in (
         "requests are in flight",
-        "is released already",
+        "was already released",
         "memory is released: resume it first",
         "not released",
     ):

@@ -270,7 +270,7 @@ class RolloutAlgorithm(Part):
         for key, value in below_0.items():
             if value and self.advantage.advantage == "maxrl":
                 raise ValueError(
-                    f"algorithm.{key} = {value!r} makes rewards negative, but algorithm.advantage = 'maxrl' "
+                    f"algorithm.{key} = {value!r} allows rewards below 0, but algorithm.advantage = 'maxrl' "
                     "divides by their mean: remove one of them"
                 )
         if self.shuffle_advantages and self.advantage.token_level:

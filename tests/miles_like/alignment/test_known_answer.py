@@ -200,7 +200,7 @@ def test_with_turns_the_weights_that_servers_are_left_with_are_scored() -> None:
     assert sent == [] and made.known is not None and made.clients[0].wrong == []  # type: ignore[attr-defined]
     bad = [0.2, 0.5, 0.5]  # as the routes explain; then a publication that went wrong, and its repetition
     made, sent = checks(known(Trainer(moved=0.2)), Server([*bad, 0.5]), turns=True)
-    with refuses(RuntimeError, 3, "http://a", "None is replaced", "turns"):
+    with refuses(RuntimeError, 3, "http://a", "not replaced", "turns"):
         published(made, 3)
     made, sent = checks(known(Trainer(moved=0.2)), Server([0.2, 0.5]), turns=False)
     published(made, 3)

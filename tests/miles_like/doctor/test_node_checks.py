@@ -247,7 +247,7 @@ def test_remarks_are_no_faults() -> None:
         "8 of 48 cores",
         "smallest node",
         "nvidia-smi -pm 1",
-        "file system in memory",
+        "in-memory file system",
         "/shared is slow on node2",
     ):
         assert part in words

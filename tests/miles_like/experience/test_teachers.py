@@ -253,7 +253,7 @@ def test_another_tokenizer_or_vocabulary_is_refused(url: str) -> None:
         await _scored(teacher, top_k=4)
 
     with refuses(ValueError, "big", 97):
-        asyncio.run(run(other_tokenizer=lambda directory: "97 tokens and 96"))
+        asyncio.run(run(other_tokenizer=lambda directory: "97 tokens instead of 96"))
     with refuses(RolloutError, 8, "distillation.top_k", 0):
         asyncio.run(run(vocabulary=8))
 

@@ -31,7 +31,7 @@ def test_deepseek_v3_with_its_optimizer_on_16_nodes_is_refused() -> None:
     assert sum(n for part, n in parts.items() if part not in named) / GIB == pytest.approx(113.7, rel=0.02)
     sentence = memory_refusal(config, model_of(config), plan)
     check_refusal(sentence, "kernels.offload_optimizer", 1.0, "moments", "--force")
-    assert "GiB while training, an H100 has 79.6" in sentence
+    assert "GiB while training, but an H100 has 79.6" in sentence
 
 
 @pytest.mark.parametrize(

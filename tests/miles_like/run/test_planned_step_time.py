@@ -139,7 +139,7 @@ def test_the_search_writes_a_configuration_that_runs(tmp_path: Path) -> None:
     chosen, listed = tmp_path / "best.toml", tmp_path / "search.json"
     done = planned("--search", "--write", chosen, "--json", listed)
     assert done.exit_code == 0, done.output
-    assert "Layouts by prediction" in done.output and "rejected by" in done.output
+    assert "Layouts by predicted speed" in done.output and "rejected by" in done.output
     first = json.loads(listed.read_text())["layouts"][0]
     run = load_config(chosen)
     assert run.cluster.nodes == load_config(CONFIG).cluster.nodes

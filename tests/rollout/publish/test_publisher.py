@@ -143,7 +143,7 @@ def test_after_a_failure_no_server_samples_from_parts_of_two_versions(endpoint: 
         assert next(stream, None) is None
         changed = SENT.index(endpoint) > (2 if kind == "embedded" else 1)
         assert bool(good.paused) == changed == (endpoints.CONTINUE not in good.endpoints())
-        assert ("stay paused" in str(caught.value)) == changed
+        assert ("remain paused" in str(caught.value)) == changed
         if not changed:
             assert good.version == "0" and not good.in_session
     assert good.url not in str(caught.value)

@@ -151,7 +151,7 @@ def test_a_server_that_cannot_join_is_named_before_any_is_paused(model: Publishe
     absent = f"http://127.0.0.1:{free_port()}"
     target = model.target([two[0].url, absent], "distributed", timeout_s=LIMIT_S)
     began = time.monotonic()
-    with refuses(RuntimeError, 21, absent, "version before") as caught:
+    with refuses(RuntimeError, 21, absent, "previous version") as caught:
         TensorPublisher(target, send=True).publish(model.weights(1), version=21)
     assert two[0].url not in str(caught.value) and time.monotonic() - began < LIMIT_S / 2
     body = {"input_ids": [4, 5], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}

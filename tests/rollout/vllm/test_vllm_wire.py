@@ -138,7 +138,7 @@ def _as_text(answer: Any) -> None:
         (_of_choice(weight_versions=[{"version": "0", "start": 0, "end": 7}]), ("weight_versions", 8)),
         (_of_choice(token_ids=[1, 2, 3]), (8, 3)),
         (_clamped, ("finite", 80)),
-        (_of_another_token, ("other tokens", 8)),
+        (_of_another_token, ("do not belong", 8)),
         (_as_text, ("token_id",)),
     ],
 )

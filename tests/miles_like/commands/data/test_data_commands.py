@@ -103,7 +103,7 @@ def test_hard_prompts_are_a_file_for_a_further_run(tmp_path: Path) -> None:
         "recycle", run, tmp_path / "no.jsonl", "--max-pass-rate", "0.6", "--min-pass-rate", "0.5", status=2
     )
     check_refusal(nothing, 3, "--max-pass-rate")
-    check_refusal(called("recycle", tmp_path, tmp_path / "no.jsonl", status=2), "config.toml", "--run-dir")
+    check_refusal(called("recycle", tmp_path, tmp_path / "no.jsonl", status=2), "config.toml", tmp_path)
     assert not (tmp_path / "no.jsonl").exists()
 
 

@@ -32,7 +32,7 @@ def test_what_a_template_has_no_place_for_is_refused(tmp_path: Path) -> None:
         template(tmp_path / "none", None).prompt(messages, [], {})
     plain = template(tmp_path / "plain", PLAIN)
     assert plain.prompt(messages, [], {}) == [1]
-    with refuses(ValueError, tmp_path / "plain", "no place for tools"):
+    with refuses(ValueError, tmp_path / "plain", "does not support tools"):
         plain.form()
     with refuses(ValueError, tmp_path / "tools", "hermes", "glm45"):
         template(tmp_path / "tools", TOOLS).form()

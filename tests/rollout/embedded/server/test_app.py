@@ -157,7 +157,7 @@ def test_a_sample_of_several_is_the_one_that_its_seed_gives(http: httpx.Client) 
         ({"input_ids": A, "return_logprob": True, "logprob_start_len": 6}, "6"),
         ({"input_ids": A, "return_routed_experts": True, "routed_experts_start_len": 6}, "6"),
         ({"input_ids": [96]}, "96"),
-        ({"input_ids": A, "return_logprob": True, "top_logprobs_num": 2}, "only scored"),
+        ({"input_ids": A, "return_logprob": True, "top_logprobs_num": 2}, "prompts that are scored"),
         (
             {"input_ids": A * 40, "sampling_params": {"max_new_tokens": 0, "n": 4096}}
             | {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 90},

@@ -246,9 +246,9 @@ def _running(url: str) -> int:
     [
         ({"temperature": -1.0}, ("temperature", "-1.0", "at least 0")),
         ({"n": 0}, ("n = 0", "at least 1")),
-        ({"presence_penalty": 0.5}, ("presence_penalty", "0.5", "not served")),
-        ({"logit_bias": {"5": 1}}, ("logit_bias", "not served")),
-        ({"echo": True}, ("echo = True", "not served")),
+        ({"presence_penalty": 0.5}, ("presence_penalty", "0.5", "not supported")),
+        ({"logit_bias": {"5": 1}}, ("logit_bias", "not supported")),
+        ({"echo": True}, ("echo = True", "not supported")),
         ({"max_tokens": 300}, ("300", "311", "256")),
         ({"stop": ["a"] * 17}, ("stop", "17", "16")),
         ({"stop": ""}, ("stop", "empty")),

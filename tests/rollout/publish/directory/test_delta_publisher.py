@@ -272,7 +272,7 @@ def test_weights_that_are_not_replaced_after_the_pause(model: Model, at: int, bo
         kept = [(s, s.load_delta) for s in ((a, b) if both else (b,))]
         for s, _ in kept:
             _refuse(s)
-        with refuses(RuntimeError, second, "no room for a thread", at, "the version before"):
+        with refuses(RuntimeError, second, "no room for a thread", at, "the previous version"):
             trainer.publish(at)
         for s in (a, b):
             assert s.store.checksums() == model.sums(at - 1) and s.engine.version == str(at - 1)

@@ -157,7 +157,7 @@ def test_failures_are_named_and_the_next_publication_works(model: Model, two: li
     urls, last = [s.url for s in two], "model.layers.1.mlp.experts.7.down_proj.weight"
     with trainer_ranks(FAMILIES["qwen_moe"], "tp") as trainer:
         trainer.connect(model.sliced(urls))
-        check_refusal(trainer.publish(4, 1).error, 4, urls[0], urls[1], "another model")
+        check_refusal(trainer.publish(4, 1).error, 4, urls[0], urls[1], "model")
         trainer.train(model.hf)
         trainer.connect(model.sliced(urls))
         assert trainer.publish(4, 1).error == "" and all_serve(model, two, 4, 1)

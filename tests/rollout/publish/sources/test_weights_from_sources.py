@@ -220,7 +220,7 @@ def test_a_source_or_a_server_that_fails_ends_the_publication_everywhere(
     first, nan, retried, back, killed, after, left_out, alone = lead
     for one, two_ in ((nan, other[1]), (back, other[3]), (killed, other[4])):
         assert one["error"] == two_["error"], "one sentence at all sources"
-    check_refusal(nan["error"], f"version {version + 2}", "trainer rank 1", "NaN or infinite", "version before")
+    check_refusal(nan["error"], f"version {version + 2}", "trainer rank 1", "NaN or infinite", "previous version")
     check_refusal(back["error"], f"version {version + 1}", f"version {version + 2}", urls[0], unrecorded="a free port")
     check_refusal(killed["error"], f"version {version + 3}", urls[1], "--resume", unrecorded="a free port")
     assert urls[0] not in killed["error"] and killed["seconds"] < 60
@@ -269,7 +269,7 @@ def test_a_trainer_rank_that_dies_is_named(two: list[ServerProcess], tmp_path: P
         for process in ranks:
             process.kill()
             process.join()
-    check_refusal(out.read_text(), "version 202", "trainer rank 1", "its log", "version before")
+    check_refusal(out.read_text(), "version 202", "trainer rank 1", "its log", "previous version")
     assert [served(url) for url in urls] == ["201", "201"]
     model = Published(*CASE)
     TensorPublisher(model.target(urls, "distributed"), send=True).publish(model.weights(3), version=202)
