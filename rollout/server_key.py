@@ -97,7 +97,7 @@ def given_key(path: Path | None) -> ServerKey | None:
 
 
 def inherited_key() -> ServerKey | None:
-    """Take the key out of the environment, so that no child process inherits it."""
+    """Remove the key from the environment and return it, so that no child process inherits it."""
     text = os.environ.pop(VARIABLE, None)
     return None if text is None else ServerKey.parse(text, f"the environment variable {VARIABLE}")
 

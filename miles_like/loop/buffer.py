@@ -162,7 +162,7 @@ class DataBuffer:
         return self._choice(n, version) is not None
 
     def trained(self, groups: int) -> None:
-        """So many of the groups that were taken are trained, and the weights are published."""
+        """Call when `groups` of the groups that were taken are trained and the new weights are published."""
         self._training -= groups
 
     def _choice(self, n: int, version: int) -> list[int] | None:

@@ -95,4 +95,4 @@ class Controller:
         self.feed.published(done)
 
     async def settle(self) -> None:
-        """After the last step: waits for what goes on beside it. Here nothing does."""
+        """Waits for background work after the last step. This loop has none."""

@@ -76,7 +76,8 @@ class Feed:
         await draining
 
     def published(self, version: int) -> None:
-        """Weights `version` are on the servers: their groups are trained, and further prompts are admitted."""
+        """Call when the servers have weights `version`: the step's groups count as trained, and further prompts are
+        admitted."""
         self.producer.published(version)
 
     async def discard_rest(self) -> None:

@@ -60,7 +60,7 @@ class OverlappedController(Controller):
             await asyncio.wait({step})
 
     async def publish(self, record: StepRecord) -> None:
-        """Writes the weights, once the servers have loaded the version before."""
+        """Writes the weights, once the servers have loaded the previous version."""
         await self._loaded()
         done = record.step + 1
         await self.feed.drain()
@@ -82,7 +82,7 @@ class OverlappedController(Controller):
             self._loading = asyncio.create_task(self._beside(record))
 
     async def settle(self) -> None:
-        """Waits for the servers, and passes the boundary at which the run stops."""
+        """Waits until the servers have loaded the last version, then passes the boundary at which the run stops."""
         await self._loaded()
         if self._unsaved is not None:
             await self.saver.boundary(self._unsaved, last=False)

@@ -86,7 +86,7 @@ class Recorder:
     started: float = field(default_factory=time.perf_counter)
 
     def start(self) -> None:
-        """Start the clock of the metric `wall_s`, which goes on where the run was saved."""
+        """Start the clock of the metric `wall_s`, which continues from the checkpoint's value."""
         self.started = time.perf_counter() - self.earlier_s
 
     def begin(self, step: int) -> StepRecord:

@@ -44,7 +44,7 @@ class Saver:
         self._since = time.perf_counter()
 
     def passed(self, step_s: float) -> None:
-        """A step has ended at whose boundary nothing is saved; its duration in seconds, for the deadline."""
+        """Note a step whose boundary is not saved. step_s: its duration in seconds, for the deadline."""
         self.deadline.note(step_s=step_s)
         self._since = time.perf_counter()
 

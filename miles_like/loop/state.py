@@ -24,7 +24,7 @@ _READY, _PARTIAL = "ready/", "partial/"  # prefixes of a saved group's key
 
 
 class PastGaps(Protocol):
-    """What servers differed by after past publications (miles_like.alignment.known_answer)."""
+    """Gaps between servers and trainer after earlier publications (miles_like.alignment.known_answer)."""
 
     def state(self) -> Json: ...
 
@@ -69,7 +69,7 @@ class LoopState:
         return Snapshot(parts=parts, groups=groups, tokens_total=self.recorder.tokens_total)
 
     def restore(self, state: RunState) -> None:
-        """Restores objects that have done nothing yet. Raises ValueError naming what does not fit."""
+        """Restores new objects, before their first step. Raises ValueError naming what does not fit."""
         parts = state.parts
         if missing := {"prompts", "buffer", "producer", "ledger"} - set(parts):
             raise ValueError(

@@ -158,7 +158,7 @@ def memory_plan(
 
 
 def memory_refusal(config: RunConfig, model: PlannedModel, plan: Plan) -> str:
-    """One sentence about a plan that does not fit, with configurations near it, on the same GPUs, that do."""
+    """One sentence about a plan that does not fit, with similar layouts on the same GPUs that fit."""
 
     def plan_of(other: RunConfig) -> Plan:
         return memory_plan(other, planned_model(other, model.hf, Path()), on=plan.device, imbalance=plan.imbalance)
@@ -261,8 +261,8 @@ def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | N
 
 
 def describe_servers(title: str, commands: Sequence[list[str]]) -> list[str]:
-    """Of commands that differ in `_DIFFERENT` alone the first one, on a line without other words, after one with their
-    number and what differs."""
+    """Two lines for commands that differ in `_DIFFERENT` only: their number and what differs, then the first command
+    on a line without other words."""
     groups: dict[tuple[str, ...], list[list[str]]] = {}
     for command in commands:
         masked = ["" if before in _DIFFERENT else word for before, word in zip(["", *command], command, strict=False)]

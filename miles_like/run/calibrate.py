@@ -1,4 +1,4 @@
-"""`miles-like calibrate`: what rewards that judge a response alone react to, on held-out pairs and counter-examples."""
+"""`miles-like calibrate`: accuracy and biases of rewards that need no answer, on held-out pairs and examples."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def read_evaluation_config(
 ) -> AloneConfig:
     """A run's configuration, if there is one, and `--data [NAME=]FILE` in place of its sets.
 
-    Raises ValueError for an invalid configuration, override or `data`, and where neither names a set.
+    Raises ValueError for an invalid configuration, override or `data`, and where none of them has a set.
     """
     known = AloneConfig.model_fields
     for given in overrides:

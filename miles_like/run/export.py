@@ -19,7 +19,7 @@ def export_run(
     Tokenizer and config.json are those of the model that the run began with: of the run's fetch stage, or in
     `hf_config`. Adapters are merged with the run's alpha. Every file of the checkpoint is verified first. Raises
     ValueError for a directory without a run, a step without a checkpoint, a damaged file, and where the fetched model
-    is not there.
+    was deleted.
     """
     config = config_of(run_dir)
     folder = verified_checkpoint(run_dir / "checkpoints", step)

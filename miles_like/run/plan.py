@@ -27,7 +27,7 @@ _RUN_DIR = Path("runs/plan")  # nothing is written there
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictions:
-    """What is assumed of a run's devices and data; None: the configuration's, or a share of its limits."""
+    """Assumptions about a run's devices and data; None: the configuration's values, or a share of its limits."""
 
     device: str | None = None
     imbalance: float | None = None

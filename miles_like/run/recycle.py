@@ -20,7 +20,7 @@ def recycle_run(
     """The prompts of a run with a pass rate of `low` to `high` at their last visit, and the files that the run read.
 
     pass_at: reward of a sample that passes; None: that of the run's curriculum, else 1. tokenizer: Hugging Face
-    directory, needed for rows without ids where the model that the run began with is not there any more. Raises
+    directory, needed for rows without ids where the run's initial model was deleted. Raises
     ValueError for a directory without a run, and as `read_table` and `recycled`.
     """
     path = run_dir / "config.toml"

@@ -35,8 +35,8 @@ def servable(
     hf_config: Path | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Servable:
-    """What `path` has to serve: a Hugging Face directory; a run directory, of which `step` or the last checkpoint; or
-    one checkpoint of a run, `checkpoints/step_N` or the `trainer` in it.
+    """The model at `path`: a Hugging Face directory; a run directory, for its last checkpoint or that of `step`; or one
+    checkpoint of a run, `checkpoints/step_N` or the `trainer` in it.
 
     A checkpoint is exported to the run's cache the first time, in `format`; later calls find it there. `report` is
     given a line about it. Raises ValueError for any other path, for a step of what is no run, and as `export_run`.
@@ -56,7 +56,7 @@ def servable(
 
 
 def context_length(directory: Path, asked: int | None) -> int:
-    """Tokens of the longest sample: those asked for, else as many as the model has positions, `CONTEXT` at most.
+    """Tokens of the longest sample: `asked`, else as many as the model has positions, at most `CONTEXT`.
     Raises ValueError for more than the model has."""
     positions = read_config(directory).get("max_position_embeddings")
     if not isinstance(positions, int):

@@ -55,7 +55,7 @@ def predicted(run: RunConfig, model: PlannedModel, plan: Plan, asked: Asked) -> 
 
 
 def not_timed(run: RunConfig, model: PlannedModel, plan: Plan) -> str | None:
-    """What the time of a step leaves out, as one line; None: nothing."""
+    """The work that the time of a step does not include, as one line; None: it includes all."""
     if not plan.on_gpus:
         return None
     if run.servers is None or plan.engine is None:

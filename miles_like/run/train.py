@@ -404,7 +404,7 @@ class TrainingRun:
         )
 
     def answering(self, engine: RolloutEngine) -> RolloutEngine:
-        """An engine whose samples are those of the run, the tokens of which `engine` samples."""
+        """The engine that makes the run's samples; `engine` samples their tokens."""
         episodes = self.runner.wrap(engine)
         return GreedyFirst(episodes) if GREEDY in self.algorithm.needs else episodes
 

@@ -41,7 +41,7 @@ PROMPTS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """What a comparison takes in place of what it starts."""
+    """Inputs that replace those that a comparison would start or sample itself."""
 
     rollouts: Path | None = None  # a file of samples that a run wrote; no server is started then
     checkpoint: Path | None = None  # a step_N folder of a run, in place of the run's initial weights
@@ -101,7 +101,7 @@ class VerifyRun:
         self.weights = self.plan.run_dir / "verify" / "weights"  # while they are compared
 
     def report(self) -> Report:
-        """Starts what is not running, compares both sides and stops what was started. Raises ValueError or RuntimeError
+        """Starts what is not running, compares both sides and stops what it started. Raises ValueError or RuntimeError
         where a rank or server cannot be started or a call to it fails."""
         self.launcher.check(self.plan)
         if self.states is not None and not self.attached:

@@ -15,8 +15,8 @@ from rollout.seeds import seed_of
 
 
 class GreedyFirst(EngineWrapper):
-    """Sample 0 of each prompt is greedy; samples 1 .. n - 1 are those that the engine gives as 0 .. n - 2. The
-    engine sees the greedy samples under another sampling seed (`greedy_seed`), by which their requests differ."""
+    """A RolloutEngine whose sample 0 of each prompt is greedy; samples 1 .. n - 1 are samples 0 .. n - 2 of `engine`.
+    The greedy requests have a different sampling seed (`greedy_seed`), which distinguishes them."""
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
         """Raises ValueError for `n` below 2, and as the engine."""

@@ -12,7 +12,7 @@ from rollout.concurrency import all_or_first_error
 
 
 class Lost(Protocol):
-    """What is done when an engine does not answer."""
+    """A function that is called when an engine does not answer."""
 
     def __call__(self, why: str, /) -> None: ...
 
@@ -23,9 +23,9 @@ class EnginePool:
     Sampling seeds depend on the prompt, not on the engine: the distribution changes no token if the engines' results do
     not depend on the batch.
 
-    lost: called with the reason when an engine does not answer. It then gets no request until `restore`, and what it
-    was asked is asked again elsewhere. Where no engine is left, requests wait while a publication goes on (`expect`),
-    which replaces those that do not answer; else the error is raised, as it always is with None.
+    lost: called with the reason when an engine does not answer. It then gets no request until `restore`, and its
+    requests are sent to other engines. If no engine is left, requests wait during a publication (`expect`), which
+    replaces engines that do not answer; otherwise the error is raised. None: the error is always raised.
     """
 
     def __init__(self, engines: Sequence[RolloutEngine], lost: Lost | None = None) -> None:
@@ -90,7 +90,7 @@ class EnginePool:
     # ---- engines that are left out
 
     def expect(self) -> None:
-        """A publication begins; it ends with `restore`, or the run ends."""
+        """Call when a publication begins; it ends with `restore`, or the run ends."""
         self._expected = True
 
     def leave_out(self, urls: Collection[str]) -> None:
@@ -98,7 +98,7 @@ class EnginePool:
         self._out |= {e: None for e, engine in enumerate(self._engines) if getattr(engine, "url", None) in urls}
 
     def restore(self) -> None:
-        """All engines serve the same weights again."""
+        """Call when all engines serve the same weights again."""
         self._out, self._expected = {}, False
         self._restored.set()
 

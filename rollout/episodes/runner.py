@@ -18,7 +18,7 @@ class EpisodeRunner(Protocol):
     """How a run makes the samples of its prompts."""
 
     def wrap(self, engine: RolloutEngine) -> RolloutEngine:
-        """An engine whose samples are whole episodes, the tokens of which `engine` samples."""
+        """An engine whose samples are whole episodes; `engine` samples their tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class Segment:
         self.memory = torch.frombuffer(self._mapped, dtype=torch.uint8, offset=HEADER)
 
     def close(self) -> None:
-        """Remove it. Readers that have it open keep its memory."""
+        """Remove the segment. Readers that have opened it keep its memory."""
         del self.memory  # a mapping to which a tensor refers cannot be closed
         self._mapped.close()
         self._remove()
@@ -96,7 +96,7 @@ class Segment:
 
     @property
     def is_there(self) -> bool:
-        """False where torch in a reader has removed it as the reader ended."""
+        """Whether the segment exists: torch in a reader may have removed it when the reader ended."""
         return self._path.exists()
 
     @property
@@ -119,7 +119,7 @@ class Holder(Protocol):
     def capacity(self) -> int: ...
     @property
     def is_there(self) -> bool:
-        """Whether it can still be opened."""
+        """Whether the buffer can still be opened by readers."""
 
     def close(self) -> None: ...
 

@@ -222,8 +222,8 @@ def _nothing() -> None: ...
 
 
 def later(act: Callable[[], None]) -> None:
-    """Of the store of a join that has failed: without it the others stop to wait at it. A server that has not
-    connected to it yet would try to for half an hour, so it is there for some seconds more."""
+    """Close the store of a failed join, some seconds later: closing it ends the wait of the other members, but a server
+    that has not connected yet would retry for half an hour if it were closed at once."""
     timer = threading.Timer(_CONNECT_S, act)
     timer.daemon = True
     timer.start()

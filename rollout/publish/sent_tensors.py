@@ -1,4 +1,4 @@
-"""What the servers hold of the weights that were sent, so that tensors that do not change are sent once."""
+"""Hashes of the weights that the servers have, so that tensors that do not change are sent only once."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class SentTensors:
         self._checksums: dict[str, str] = {}
 
     def forget(self) -> None:
-        """The servers may hold anything: everything is sent again."""
+        """Forget all hashes, so that every tensor is sent again: the state of the servers is unknown."""
         self._held, self._checksums = {}, {}
 
     def changed(self, encoded: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """The tensors of the modules that are not held as they are; a server gets codes with their scales. Tensors of a
+        """Tensors of modules that differ from those on the servers; a server gets codes with their scales. Tensors of a
         module must be adjacent; those of one module are in memory at once. Raises ValueError for a duplicate name."""
         self._next = {}
         for _, module in groupby(encoded, _module):
@@ -44,7 +44,7 @@ class SentTensors:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is known of what the servers hold."""
+        """Whether the weights of the servers are unknown."""
         return not self._held
 
     @property
@@ -57,5 +57,5 @@ class SentTensors:
         return {name: c for name, c in self._checksums.items() if name in self._next} | sent
 
     def acknowledge(self, sent: dict[str, str]) -> None:
-        """All servers have this publication; sent: the checksums of its tensors."""
+        """Call when all servers have the publication. sent: the checksums of its tensors."""
         self._checksums, self._held = self.checksums(sent), self._next

@@ -70,9 +70,9 @@ def _succeeded(url: str, endpoint: str, answer: Any) -> None:
 class ServerSet:
     """Sends the same request to several servers concurrently, in threads.
 
-    A server whose request fails is entered in `lost` and gets no further ones. goes_on: this raises nothing as long as
-    other servers are left, or where one of the lost ones does not answer or has broken: only where all have refused a
-    request is the request itself at fault.
+    A server whose request fails is entered in `lost` and gets no further requests. goes_on: raise no error while other
+    servers are left, or while a lost server does not answer or has an internal error: only if all servers reject a
+    request is the request itself wrong.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class ServerSet:
             raise RolloutError("; ".join(map(str, errors.values())))
 
     def leave_out(self, faults: Sequence[ServerFault]) -> None:
-        """Servers that others have lost."""
+        """Leave out servers that another sender has lost."""
         left = {fault.url for fault in faults}
         self.urls = tuple(url for url in self.urls if url not in left)
         self.lost += tuple(faults)
@@ -212,8 +212,8 @@ def _result(call: Callable[[str], T], url: str) -> T | RolloutError:
 
 
 def states_of(target: PublishTarget, version: int | None = None) -> list[tuple[str, str, bool]]:
-    """Of each server: weight version, time of its start, whether it holds weights. Equal ones at two times mean that it
-    still holds the same weights. Empty where a server does not answer, and with `version` where one serves another."""
+    """For each server: weight version, start time, and whether it has weights. Equal values at two times mean that the
+    server still has the same weights. Empty if a server does not answer, or serves another version than `version`."""
     servers = ServerSet(target.urls, target.timeout_s, target.key)
     try:
         infos = servers.get(endpoints.SERVER_INFO, lambda url, endpoint, answer: an_object(answer, endpoint))
@@ -230,7 +230,7 @@ def states_of(target: PublishTarget, version: int | None = None) -> list[tuple[s
 
 
 class Held(NamedTuple):
-    """What a server held before a publication."""
+    """The state of a server before a publication."""
 
     path: str  # directory that it has loaded last, from which it was started if it has loaded none since
     version: str
@@ -238,7 +238,7 @@ class Held(NamedTuple):
 
 
 def held_by(target: PublishTarget) -> dict[str, Held]:
-    """Of each server by its URL. Empty where one does not answer, or holds no weights."""
+    """The state of each server by its URL. Empty if a server does not answer, or has no weights."""
     servers = ServerSet(target.urls, target.timeout_s, target.key)
     try:
         infos = servers.get(
@@ -282,9 +282,9 @@ def _version_of(answer: object, endpoint: str) -> str:
 
 
 def serve_again(urls: Sequence[str], target: PublishTarget, version: int | None) -> None:
-    """Let servers that still hold the version before generate again. version: of an update that they may have begun: an
-    embedded server then drops its tensors, a stock one has got none. Raises nothing: a server that fails has failed
-    before."""
+    """Let servers that still have the previous version generate again. version: that of an update that they may have
+    begun: an embedded server then drops its tensors, and a stock server has received none. Raises no error: a server
+    that fails here has failed before."""
     limit = min(target.timeout_s, _GIVE_UP_S)
     dropping, continuing = (ServerSet(urls, limit, target.key, goes_on=True) for _ in range(2))
     named = str(version) if target.kind == "embedded" else None

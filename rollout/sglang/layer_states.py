@@ -70,7 +70,7 @@ class StockStates:
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """The server writes states meanwhile."""
+        """Context in which the server writes states."""
         self._remove()
         on = self._directory / _ON
         on.touch()
@@ -80,8 +80,8 @@ class StockStates:
             on.unlink(missing_ok=True)
 
     def read(self, tokens: int) -> Tensor:
-        """[S, 2L+1, H] fp32 of the one text of S tokens that was fed meanwhile. Removes the files. Raises ValueError
-        where states are missing, or are of other tokens too."""
+        """[S, 2L+1, H] fp32: the states of the one text of S tokens that was sent within `written`. Removes the files.
+        Raises ValueError where states are missing, or where other tokens have written states too."""
         try:
             found = [self._stream(str(state), tokens) for state in range(self._count)]
         finally:

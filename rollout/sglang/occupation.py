@@ -1,8 +1,8 @@
 """Which parts of a server's memory are released, and which requests it can therefore be sent. No I/O.
 
-A stock SGLang server does not refuse these requests, it ends: a release while a request runs or waits (AssertionError),
-a resume of what was not released (KeyError), a generation over freed memory. `Occupation` refuses each of them before
-it is sent. It is shared by all clients of a server in one process and counts the requests that are in flight in them.
+A stock SGLang server does not reject these requests, it ends: a release while a request runs or waits (AssertionError),
+a resume of what was not released (KeyError), a generation in freed memory. `Occupation` rejects each of them before it
+is sent. It is shared by all clients of a server in one process and counts the requests that are in flight in them.
 
     all parts held, weights complete  --release-->  some parts released  --resume-->  all held, weights undefined
               ^------------------------------- published ------------------------------------------'

@@ -129,7 +129,7 @@ class ServerHandle:
         return log_tail(self.log)
 
     def answered(self) -> None:
-        """The server has read its key file."""
+        """Call when the server has read its key file, which is then removed."""
         self._remove_key_file()
 
     def _remove_key_file(self) -> None:
@@ -198,7 +198,7 @@ def check_port(port: int, host: str = "127.0.0.1") -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerEnvironment:
-    """What a server's environment has beside that of the process that starts it.
+    """Additions to the environment of a server beyond that of the process that starts it.
 
     foreign: the server is run by the Python of another virtual environment, whose packages this one's variables hide.
     """

@@ -63,7 +63,7 @@ class Kind(IntEnum):
 
 
 class DeltaConfig(Body):
-    """What config.json of a directory of differences says under "delta"."""
+    """The object "delta" in the config.json of a directory of differences."""
 
     format: Literal[1] = 1
     base: str = Field(max_length=MAX_VERSION)  # weight version that the differences are applied to
@@ -101,7 +101,7 @@ def content_hash(tensor: Tensor) -> bytes:
 
 
 def encode_delta(old: Tensor | None, old_hash: bytes, new: Tensor, new_hash: bytes) -> Encoded:
-    """The difference that makes `new` of `old`, CPU tensors with their `content_hash`; None: there is no old version.
+    """The difference that turns `old` into `new`, CPU tensors with their `content_hash`; None: there is no old version.
 
     Takes memory of about two times the tensor.
     """

@@ -16,7 +16,7 @@ _PLACE = b"\x00\x00\x10\x00"  # of the reader's memo, beyond those of pickled va
 
 
 class Opcodes(bytes):
-    """They push one value. Other bytes are a value themselves."""
+    """Opcodes that push one value. Plain bytes, in contrast, are a value themselves."""
 
 
 class Global(NamedTuple):
@@ -50,5 +50,5 @@ def kept(value: Global) -> Opcodes:
 
 
 def again() -> Opcodes:
-    """The opcodes that push what `kept` has pushed before."""
+    """The opcodes that push the value of the last `kept` again."""
     return Opcodes(b"j" + _PLACE)

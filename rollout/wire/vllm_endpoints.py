@@ -1,6 +1,7 @@
 """Paths of the HTTP endpoints of vLLM 0.32 that this project uses.
 
-`/inference/v1/generate` needs `--enable-scale-out`, what comes after it VLLM_SERVER_DEV_MODE=1.
+`/inference/v1/generate` needs the option `--enable-scale-out`, the paths after it the environment variable
+VLLM_SERVER_DEV_MODE=1.
 """
 
 from __future__ import annotations

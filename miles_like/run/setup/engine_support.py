@@ -1,4 +1,4 @@
-"""Refuses weights and formats that the rollout engine of a run cannot serve, before anything is started."""
+"""Rejects weights and formats that the rollout engine of a run cannot serve, before anything is started."""
 
 from __future__ import annotations
 

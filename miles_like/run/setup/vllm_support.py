@@ -1,4 +1,4 @@
-"""Models that stock vLLM 0.32 does not serve right, refused before anything is started."""
+"""Rejects models that stock vLLM 0.32 does not serve correctly, before anything is started."""
 
 from __future__ import annotations
 

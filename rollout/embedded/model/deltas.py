@@ -33,7 +33,7 @@ def read_delta(checkpoint: HFCheckpoint, store: WeightStore) -> ReadDelta:
     config = DeltaConfig.of(checkpoint.config, checkpoint.path)
     own, found = store.stored_names(), {n for n in checkpoint.names() if not store.skips(n)}
     every = {name for names in own.values() for name in names}
-    for names, which in ((every - found, "lacks"), (found - every, "has too much:")):
+    for names, which in ((every - found, "lack"), (found - every, "have an unexpected tensor")):
         if names:
             raise ValueError(
                 f"the weight differences in {checkpoint.path} {which} {min(names)} ({len(names)} tensors in all), "

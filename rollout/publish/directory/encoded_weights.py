@@ -24,12 +24,12 @@ class EncodedWeights:
         self._held.clear()
 
     def hold(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor that is not held."""
+        """Store a copy of a tensor that is not stored yet."""
         own = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format).copy_(tensor.detach())
         self._held[name] = own, content_hash(own)
 
     def advance(self, name: str, tensor: Tensor) -> Encoded:
-        """The difference to the tensor that is held, which `tensor` then replaces."""
+        """The difference from the stored tensor to `tensor`, which replaces it."""
         new = tensor.detach().cpu().contiguous()
         old, old_hash = self._held.get(name, (None, b""))
         new_hash = content_hash(new)

@@ -15,8 +15,8 @@ from quant.stream import stored_name
 
 
 class Shares:
-    """Which of `count` ranks encodes a weight: that with the fewest bytes so far, and for weights that share a scale
-    one. The answers depend on the stream alone, so that ranks need not agree on them."""
+    """Assigns each weight to one of `count` ranks, which encodes it: the rank with the fewest bytes so far, one rank
+    for weights that share a scale. The result depends on the stream only, so the ranks need not communicate."""
 
     def __init__(self, count: int, spec: QuantSpec | None) -> None:
         self._spec, self._codec = spec, codec_or_none(spec)
@@ -39,7 +39,7 @@ class Shares:
         return rank
 
     def of(self, rank: int, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """Those that `rank` encodes. The whole stream is drained, which is collective."""
+        """The weights that `rank` encodes. Reads the whole stream, which is collective."""
         for name, tensor in weights:
             if self.owner(name, tensor) == rank:
                 yield NamedTensor(name, tensor)
@@ -62,7 +62,7 @@ class Shares:
         """`check_whole` of the names alone."""
         found, ranks = set(written.names()), len(self._bytes)
         if wrong := sorted(found ^ self._stored.keys()):
-            side = "lack" if wrong[0] in self._stored else "have too much:"
+            side = "lack" if wrong[0] in self._stored else "have an unexpected tensor"
             raise RuntimeError(
                 f"the parts of {ranks} trainer ranks {side} {wrong[0]}, {len(wrong)} tensors in all: this is an "
                 "internal error of miles-like: please report it. Nothing was sent"

@@ -1,4 +1,4 @@
-"""A trainer rank's part of a publication by shards, for the ranks that are not the first: they do what rank 0 says."""
+"""The part of trainer ranks other than rank 0 in a publication by shards: they follow rank 0's messages."""
 
 from __future__ import annotations
 

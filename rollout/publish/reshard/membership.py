@@ -41,7 +41,7 @@ class Membership:
 
     @classmethod
     def of_another(cls, address: str, port: int, *, name: str, rank: int, size: int, timeout_s: float) -> Membership:
-        """Of a rank whose store rank 0 serves. Raises GroupFailed."""
+        """Join as another rank than 0, which serves the store. Raises GroupFailed."""
         limit = timedelta(seconds=timeout_s)
         try:
             store = TCPStore(address, port, None, False, limit, False)
@@ -60,7 +60,7 @@ class Membership:
             raise GroupFailed(f"the process group for weights failed: {first_line(e)}") from e
 
     def wait(self) -> None:
-        """Until the messages have arrived. Raises GroupFailed."""
+        """Wait until the messages have arrived. Raises GroupFailed."""
         try:
             for work in self._sent:
                 work.wait()

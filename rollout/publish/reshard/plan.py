@@ -358,7 +358,7 @@ class _Sending:
 
 
 def other_model(layout: LayoutReply, regions: Sequence[Sequence[WeightRegion]], encoding: Encoding) -> str:
-    """Why a server of this layout cannot serve the weights, with a tensor that it would not get; "" if it can."""
+    """The reason why a server of this layout cannot serve the weights, with a tensor that it would lack; "": it can."""
     published = {name: stored for own in regions for r in own for name, stored in encoding.stored(r).items()}
     for held in layout.tensors:
         if (stored := published.get(held.name)) is None or not _fits(held, stored):

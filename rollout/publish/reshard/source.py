@@ -25,7 +25,7 @@ class Prepared(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of memory: ranks that keep the same get the same tensor."""
+        """Bytes in memory: ranks that keep the same rows share one tensor."""
         return sum({t.data_ptr(): t.nbytes for _, t in self.messages}.values())
 
 
@@ -45,7 +45,7 @@ class Source:
         self._hashes: defaultdict[int, MessageHash] = defaultdict(MessageHash)
 
     def prepare(self, piece: int) -> Prepared:
-        """Pieces in order. Raises ValueError naming a weight that is not finite."""
+        """The messages of a piece; call it for all in order. Raises ValueError naming a weight that is not finite."""
         numbers, owned = self._plan.regions[piece], self._plan.owned[piece]
         whole = dict(self._drained(self._plan.gathered[piece], owned))
         regions = [self._shards.regions[n] for n in numbers] + [_whole(name, whole[name]) for name in owned]

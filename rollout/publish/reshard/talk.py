@@ -1,4 +1,4 @@
-"""What trainer ranks say to each other in a publication, on a board: rank 0 to all others, each of them to rank 0.
+"""Messages between trainer ranks in a publication, on a board: from rank 0 to all others, and from each to rank 0.
 
 A rank that waits has no collective open, and no limit of a process group runs.
 """
@@ -16,7 +16,7 @@ _LONG_S = 3600.0  # of one wait at the board
 
 
 class Talk:
-    """One publication's, of rank `rank` of `ranks`. number: of the publication, equal on all ranks."""
+    """The messages of one publication on rank `rank` of `ranks`. number: of the publication, equal on all ranks."""
 
     def __init__(self, signals: Signals, *, number: int, rank: int, ranks: int) -> None:
         self._board, self._number, self._rank, self._ranks = signals.board("shards"), number, rank, ranks
@@ -25,22 +25,22 @@ class Talk:
         self.stopped = False
 
     def say(self, **message: Any) -> None:
-        """Rank 0 to all others, another rank to rank 0."""
+        """Send a message: rank 0 to all others, any other rank to rank 0."""
         self._board.put(self._name(self._rank, self._said), orjson.dumps(message).decode())
         self._said += 1
 
     def say_to(self, rank: int, **message: Any) -> None:
-        """Of rank 0: one message to one rank, which `hear_own` returns."""
+        """On rank 0: send a message to one rank, where `hear_own` returns it."""
         self._board.put(self._own_name(rank), orjson.dumps(message).decode())
 
     def hear_own(self) -> Json:
-        """What rank 0 has sent to this rank alone, before a message to all that refers to it."""
+        """The message that rank 0 sent to this rank alone, before a message to all that refers to it."""
         found: Json = orjson.loads(self._board.read(self._own_name(self._rank), 0.0) or "")
         self._board.remove(self._own_name(self._rank))
         return found
 
     def stop(self) -> None:
-        """Of rank 0: the others end their part."""
+        """On rank 0: end the part of the other ranks."""
         if not self.stopped:
             self.stopped = True
             self.say(stop=True)
@@ -58,7 +58,7 @@ class Talk:
         return found
 
     def forget(self) -> None:
-        """Of rank 0, when the others have sent their last message and so have heard everything."""
+        """On rank 0: delete the messages, once the other ranks have sent their last one and so have read all."""
         for rank in range(self._ranks):
             for i in range(self._said if rank == 0 else self._heard[rank]):
                 self._board.remove(self._name(rank, i))

@@ -1,4 +1,4 @@
-"""What one source publishes of a version."""
+"""The part of a version that one source publishes."""
 
 from __future__ import annotations
 

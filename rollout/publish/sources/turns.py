@@ -83,13 +83,13 @@ class Turns:
         return self._take(self._control, "control", waited_for)
 
     def stop(self) -> None:
-        """Every source ends the publication."""
+        """End the publication at every source."""
         for other in self.others:
             self.post(other, Kind.STOP)
         self.stop_turns(range(len(self.ranks)))
 
     def stop_turns(self, sources: Collection[int]) -> None:
-        """What waits for a turn there raises Stopped."""
+        """Make waits for a turn at these sources raise Stopped."""
         for source in sources:
             self._post(self._control, "turn", source, {"kind": Kind.STOP})
 
