@@ -120,7 +120,7 @@ def plan_conversion(
     chunk_bytes: int = 64 * MIB,
     unit_bytes: int = 512 * MIB,
 ) -> Conversion:
-    """What is read from where and written where, for every tensor; reads no data. Raises ValueError as `to_megatron`
+    """A plan of what to read and where to write it, for every tensor; reads no data. Raises ValueError as `to_megatron`
     before anything is written."""
     tensors, copies = bind(source)
     places, skipped = checked_places(source, tensors)

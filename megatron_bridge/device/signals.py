@@ -73,7 +73,7 @@ class StoreSignals:
         self.wait_for(complete)
 
     def board(self, name: str) -> StoreBoard:
-        """Another one at each call, with the texts of all of that name."""
+        """A new board at each call; boards of the same name share their texts."""
         return StoreBoard(self._original, name)
 
 
@@ -95,7 +95,7 @@ class StoreBoard:
             self._store.set(name, text)
 
     def number(self, name: str) -> int:
-        """1, 2, ... for the calls of all ranks."""
+        """The next number, from 1 on, over the calls of all ranks."""
         with _rank_0_lives():
             return self._store.add(name, 1)
 
@@ -114,7 +114,7 @@ class StoreBoard:
             return self._store.get(name).decode()
 
     def remove(self, name: str) -> None:
-        """A text or number that no rank reads any more."""
+        """Remove a text or number that no rank reads any more."""
         with _rank_0_lives():
             self._store.delete_key(name)
 

@@ -61,7 +61,7 @@ class StateRecorder:
         self._keep(0, inputs[0] if inputs else named["hidden_states"])
 
     def states(self, fed: Sequence[FedRows]) -> list[LayerStates]:
-        """Of each micro-batch; fed: its rows."""
+        """The states of each micro-batch. fed: its rows."""
         return [self._of(micro, rows) for micro, rows in enumerate(fed)]
 
     def _of(self, micro: int, fed: FedRows) -> LayerStates:

@@ -74,7 +74,7 @@ class SourcePlan:
         return self._chunks[source]
 
     def names(self, source: int) -> Iterator[str]:
-        """Of the tensors that a source sends, in their order."""
+        """Names of the tensors that a source sends, in their order."""
         for bucket in self._chunks[source]:
             yield from self._exporter.names(bucket, self.sources[source].experts)
 

@@ -1,4 +1,4 @@
-"""What the ranks of a layout read of a converted directory: tensors, bytes and files. Arithmetic only, no megatron.
+"""The tensors, bytes and files of a converted directory that the ranks of a layout read. Arithmetic only, no megatron.
 
 The rules are megatron-core 0.16.1's: ranks are numbered in the order tp, cp, dp, pp (etp, ep, expert dp, pp for routed
 experts), layers are divided over the stages as `get_transformer_layer_offset` does, and the last stage holds the

@@ -66,8 +66,8 @@ def reencoded(raw: bytes, name: str) -> bytes:
 
 
 def reason(error: Exception) -> str:
-    """What torch.load found: the first line of its error, without the advice of how such a file may have come about or
-    to load it with weights_only=False."""
+    """The first line of an error of torch.load, without its advice on the file's origin and on loading it with
+    weights_only=False."""
     named = re.search(r"GLOBAL:? `?([\w.]+)", str(error), re.IGNORECASE)
     if "weights_only" in str(error):
         return f"it refers to {named[1] if named else 'a class'}, which does not belong in a checkpoint"

@@ -32,11 +32,12 @@ class SampledToken(NamedTuple):
 
 
 class Watch(Protocol):
-    """Is given each token of a prompt's samples at once. Called on the engine's thread, where it must not raise."""
+    """A callback for each token of a prompt's samples, as soon as it is sampled. Runs on the engine's thread and must not
+    raise."""
 
     @property
     def top(self) -> int:
-        """Number of likeliest tokens that it is given."""
+        """Number of most likely tokens that it is passed with each token."""
 
     def __call__(self, index: int, token: SampledToken) -> bool:
         """Whether sample `index` ends with this token."""

@@ -69,7 +69,7 @@ class Draw:
 
     @property
     def divisors(self) -> NDArray[np.float32]:
-        """[B] of the logits, in the distribution that log-probs are of."""
+        """[B]: what logits are divided by, in the distribution of the reported log-probs."""
         return np.where(self.greedy, np.float32(1), self.temperature)
 
 

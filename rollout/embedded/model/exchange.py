@@ -1,4 +1,4 @@
-"""What the ranks of a server exchange in a forward pass: complete outputs, never partial sums.
+"""The exchange between the ranks of a server in a forward pass: complete outputs, never partial sums.
 
 Letters: T tokens (rows), n outputs of one rank, R rows of experts' outputs, sorted by expert.
 """

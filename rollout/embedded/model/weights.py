@@ -188,7 +188,7 @@ class WeightStore:
         return [self._stored_rows(weight, leaf, whole, slices) for slices in of]
 
     def stored_tensor(self) -> Callable[[str], Tensor]:
-        """Of the name of a stored tensor: what is held of it, as received."""
+        """A function from the name of a stored tensor to the held part of it, as received."""
         weight_of = {stored: weight for weight, names in self.stored_names().items() for stored in names}
 
         def find(name: str) -> Tensor:
@@ -239,7 +239,7 @@ class WeightStore:
         return isinstance(self._stored[name], QuantTensor)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of what is held of the weight."""
+        """Shape of the part of the weight that is held."""
         return self._shapes[name]
 
     def decoded(self, name: str, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Bodies of requests and answers, and where a handler's work is done: in the event loop, or beside it."""
+"""Bodies of requests and answers, and helpers that run a handler's work outside of the event loop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def beside(size: int, run: Callable[[A], T], argument: A) -> T:
 
 
 async def aside(run: Callable[[], T]) -> T:
-    """Runs what waits for other processes in a separate thread, which does not keep this process from ending."""
+    """Runs a function that waits for other processes in a separate daemon thread."""
     future: Future[T] = Future()
 
     def call() -> None:

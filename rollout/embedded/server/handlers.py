@@ -119,7 +119,7 @@ async def _gone(request: Request) -> None:
 
 
 def served_name(args: argparse.Namespace) -> str:
-    """Of the model, for OpenAI's endpoints."""
+    """The name of the model in OpenAI's endpoints."""
     return vars(args).get("served_model_name") or Path(args.model_path).resolve().name
 
 

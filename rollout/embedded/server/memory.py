@@ -1,4 +1,4 @@
-"""Which parts of a served model's memory are released, and what the server refuses meanwhile.
+"""Which parts of a served model's memory are released, and which requests the server rejects meanwhile.
 
 The rules are a stock SGLang server's, which ends where this one refuses. The content of weights that were released is
 undefined there; here they have none, and take up memory again with the publication that replaces them.
@@ -20,7 +20,7 @@ class Memory:
 
     @property
     def refusal(self) -> str:
-        """Why no prompt can be taken, as one sentence; "" if prompts can be taken."""
+        """The reason why prompts are rejected, as one sentence; "": they are accepted."""
         if self.released:
             return f"the {self._names(self.released)} memory of this server is released: resume it first"
         if self.undefined:

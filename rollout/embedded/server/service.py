@@ -201,7 +201,7 @@ class Service:
         session.touch()
 
     def slice_hashes(self) -> list[dict[str, str]]:
-        """Of each rank: trainer rank -> hash of what is held of its messages (`SliceReceiver.hashes`)."""
+        """For each rank: trainer rank -> hash of the held bytes of its messages (`SliceReceiver.hashes`)."""
         self._memory.require_weights(defined=True)
         return self._crew.together(lambda: self._receiver.hashes(self.store.stored_tensor()), "slice_hashes")
 
@@ -404,7 +404,7 @@ class Service:
 
 
 def slices_of(checkpoint: HFCheckpoint, *, tp_size: int, ep_size: int) -> Slices:
-    """Those of rank 0. Raises ValueError for a model that is not supported, or does not divide."""
+    """The slices of rank 0. Raises ValueError for a model that is not supported, or not divisible over the ranks."""
     arch = architecture_of(checkpoint.config, eos_ids=generation_eos(checkpoint.path))
     slices = Slices(arch=arch, tp=tp_size, ep=ep_size)
     slices.check()

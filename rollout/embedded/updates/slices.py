@@ -44,7 +44,7 @@ class RankPlan(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Of the members of a group."""
+    """Where the members of a group meet."""
 
     name: str
     address: str
@@ -74,7 +74,7 @@ class SliceReceiver:
         self._busy = threading.Lock()
 
     def plan(self, plan: RankPlan) -> None:
-        """Replaces the plan. A group that was joined for another one is left."""
+        """Replaces the plan, and leaves the group that was joined for another plan."""
         with Exclusive(self._busy):
             self._leave()
             self._plan, self._ready = plan, {}
@@ -125,7 +125,7 @@ class SliceReceiver:
         return ready
 
     def leave(self, name: str) -> bool:
-        """Whether the group `name` was joined. It waits for nothing."""
+        """Leave the group `name`, without waiting; returns whether it was joined."""
         if name != self._name:
             return False
         with Exclusive(self._busy):
