@@ -32,8 +32,8 @@ class SampledToken(NamedTuple):
 
 
 class Watch(Protocol):
-    """A callback for each token of a prompt's samples, as soon as it is sampled. Runs on the engine's thread and must not
-    raise."""
+    """A callback for each token of a prompt's samples, as soon as it is sampled. Runs on the engine's thread, where
+    it must not raise."""
 
     @property
     def top(self) -> int:
