@@ -42,7 +42,7 @@ class WeightEvidence:
     whole: Callable[[str], Tensor]  # weight name -> the weight before encoding, bf16
     spec: QuantSpec | None  # the trainer's format
     earlier: Callable[[str], Tensor | None] = field(default=lambda _: None)  # stored name -> an earlier version's
-    difference: str = "has other values"  # text for a differing tensor where `tensor` is None
+    difference: str = "has different values"  # text for a differing tensor where `tensor` is None
     unknown: tuple[str, ...] = ()  # served tensors without a known published hash
 
     @property

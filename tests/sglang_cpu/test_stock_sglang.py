@@ -126,7 +126,7 @@ def test_a_stale_tensor_is_named_and_replaced(job: Job) -> None:
     assert done.returncode == 1
     (verdict,) = found["verdicts"]
     assert (verdict["step"], verdict["cause"]) == ("weights", "other weights"), found
-    assert verdict["what"] == f"{stacked} has other values" and found["differing_tensors"] == [stacked]
+    assert verdict["what"] == f"{stacked} has different values" and found["differing_tensors"] == [stacked]
     assert checksums(job.url) != before
     assert found["verify/weights/kl_after"] < found["verify/weights/kl_before"] / 4
     assert found["verify/weights/kl_after"] < 1e-3

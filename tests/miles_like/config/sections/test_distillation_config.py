@@ -37,8 +37,8 @@ def test_who_scores_and_what_the_trainer_keeps() -> None:
     assert d.described() == [
         "teacher s of 's': the server at http://h:1",
         "teacher w of 'w': p, beside the trainer's weights",
-        "teacher c of 'c': the policy, asked '{prompt}{answer}'",
-        "teacher r of 'r': the run's reference weights, asked '{prompt}{answer}'",
+        "teacher c of 'c': the policy, prompted with '{prompt}{answer}'",
+        "teacher r of 'r': the run's reference weights, prompted with '{prompt}{answer}'",
     ]
     assert section(teachers={"t": {"make": MAKE}}).described() == [
         "teacher t of all other sources: a server of a model that the run makes"
