@@ -23,7 +23,7 @@ class SGLangFlags(Section):
     tp_size: int = Field(1, ge=1)  # GPUs of a server, over which tensor parallelism divides the model
     ep_size: int = Field(1, ge=1)  # expert-parallel ranks among them; 1: experts are divided by tensor parallelism
     dp_size: int = Field(1, ge=1)  # data-parallel replicas; with enable_dp_attention, of attention only
-    # data-parallel attention: each replica caches keys and values of its own requests only
+    # data-parallel attention: each replica caches keys and values of its requests only
     enable_dp_attention: bool = False
     moe_dense_tp_size: Literal[1] | None = None  # TP size of the MLP in layers without experts; None: tp_size
     moe_a2a_backend: Literal["none", "deepep"] = "none"  # how tokens are sent to the ranks of their experts

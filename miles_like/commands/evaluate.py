@@ -19,6 +19,10 @@ DataOption = Annotated[
     list[str] | None,
     typer.Option("--data", metavar="[NAME=]FILE", help="file of prompts and answers, instead of the configuration's"),
 ]
+SamplesOption = Annotated[
+    int | None,
+    typer.Option("--samples", min=1, help="k of avg@k and pass@k: sampled answers per prompt; 1: one greedy answer"),
+]
 PortOption = Annotated[
     int | None, typer.Option("--port", min=0, max=65535, help="port of the server; default: any free port")
 ]
@@ -41,17 +45,10 @@ def evaluate(
         Path | None,
         typer.Option("--config", help="run configuration with columns, template, sampling, reward and eval sets"),
     ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            "--samples", min=1, help="k of avg@k and pass@k: sampled answers per prompt; 1: one greedy answer"
-        ),
-    ] = None,
+    samples: SamplesOption = None,
     greedy: Annotated[bool | None, typer.Option("--greedy/--no-greedy", help="one greedy answer per prompt")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="sampling temperature")] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", min=1, help="token limit of an answer")
-    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="tokens per answer")] = None,
     max_prompts: Annotated[int | None, typer.Option("--max-prompts", min=1, help="number of prompts per set")] = None,
     reward: Annotated[str | None, typer.Option("--reward", help="name or import path of the reward")] = None,
     best: BestOption = None,
@@ -145,7 +142,7 @@ def calibrate(
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", help="directory with the chat template, for data.template = 'chat'")
     ] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="the figures")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="write the figures to this file")] = None,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
 ) -> None:
     """Measure accuracy, biases and agreement of reward models and judges."""

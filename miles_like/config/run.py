@@ -69,8 +69,7 @@ class TrainLoopConfig(RecomputeConfig):
     router_bias_update_rate: float = Field(0.0, ge=0)
     router_aux_loss: float = Field(0.0, ge=0)  # coefficient of the load-balancing loss over a micro-batch
     balance: Literal["tokens", "flops"] = "tokens"  # quantity that is balanced over DP shards and micro-batches
-    # what to do at a step whose loss or gradient norm is nan or infinite
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # what to do if the loss or gradient norm is not finite
     mtp_coefficient: float = Field(0.0, ge=0)  # factor of the multi-token prediction loss; 0: not trained
 
     @model_validator(mode="after")
@@ -91,11 +90,9 @@ class TrainLoopConfig(RecomputeConfig):
 class MismatchConfig(Section):
     """Bounds on the mismatch of trainer and rollout log-probabilities (docs/alignment.md), and what a breach does."""
 
-    # upper bound of mismatch/kl; None: no bound in a run, a default bound in `verify`
-    kl_max: float | None = Field(None, ge=0)
-    # upper bound of mismatch/logprob_abs_diff_max; None: no bound
-    logprob_abs_diff_max: float | None = Field(None, ge=0)
-    extreme_frac_max: float | None = Field(None, ge=0, le=1)  # upper bound of mismatch/extreme_frac; None: no bound
+    kl_max: float | None = Field(None, ge=0)  # upper bound of mismatch/kl; None: none, in `verify` a default
+    logprob_abs_diff_max: float | None = Field(None, ge=0)  # upper bound of mismatch/logprob_abs_diff_max; None: none
+    extreme_frac_max: float | None = Field(None, ge=0, le=1)  # upper bound of mismatch/extreme_frac; None: none
     on_breach: Literal["warn", "down_weight", "stop"] = "warn"  # what to do when a step exceeds a bound
     # with replay.mode = "r3": minimum share of the recorded experts that the trainer's routers also choose, over all
     # layers; None: a bound derived from the precision; 0: no check. A breach ends the run before the step
@@ -124,8 +121,7 @@ class RunConfig(Section):
     """The resolved configuration of one run."""
 
     seed: int = 0  # seed of prompt order, sampling and random initial weights
-    # directory for outputs of the stages before training; None: `cache` beside the run directory
-    cache_dir: str | None = None
+    cache_dir: str | None = None  # directory of stage outputs; None: `cache` beside the run directory
     model: ModelConfig
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -189,9 +185,7 @@ class RunConfig(Section):
         if self.servers is not None:
             return self
         if self.data.train is None:
-            raise ValueError(
-                f"[data.sources] has no effect with algorithm.name = {name!r}: set data.train to one file instead"
-            )
+            raise ValueError(f"[data.sources] has no effect with algorithm.name = {name!r}: set data.train instead")
         data = {"train", "eval", "prompt_key", "template", "instruction", "max_prompt_tokens"}
         train = set(TrainLoopConfig.model_fields) - {"samples_per_group", "steps_per_rollout"}
         sections: dict[str, tuple[BaseModel, BaseModel, set[str]]] = {
@@ -318,9 +312,8 @@ class RunConfig(Section):
         graphs = self.rollout.env.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
         if self.takes_turns and graphs.lower() in ("0", "false"):
             raise ValueError(
-                f"rollout.env.SGLANG_MEMORY_SAVER_CUDA_GRAPH = {graphs!r}, but the servers must release their "
-                "CUDA graphs while the trainer computes (cluster.colocate): remove it, or set cluster.colocate = "
-                "false"
+                f"rollout.env.SGLANG_MEMORY_SAVER_CUDA_GRAPH = {graphs!r}, but the servers must release their CUDA "
+                "graphs while the trainer computes (cluster.colocate): remove it, or set cluster.colocate = false"
             )
         return self
 
@@ -357,9 +350,8 @@ class RunConfig(Section):
         held = self.rollout.embedded.context_length
         if self.rollout.max_episode_tokens and self.rollout.engine == "embedded" and prompt + new > held:
             raise ValueError(
-                f"data.max_prompt_tokens = {prompt} and rollout.max_episode_tokens = {new} allow episodes of "
-                f"{prompt + new} tokens, but rollout.embedded.context_length = {held}: raise it, or lower one of "
-                "them"
+                f"data.max_prompt_tokens = {prompt} and rollout.max_episode_tokens = {new} allow {prompt + new} "
+                f"tokens, but rollout.embedded.context_length = {held}: raise it, or lower one of them"
             )
         return self
 
@@ -459,8 +451,7 @@ class RunConfig(Section):
     def there_is_a_critic_to_configure(self) -> RunConfig:
         if self.critic.lr is not None and not self.algorithm.has_critic:
             raise ValueError(
-                f"critic.lr = {self.critic.lr} has no effect without algorithm.advantage = 'ppo': remove it, "
-                "or set algorithm.advantage"
+                f"critic.lr = {self.critic.lr} needs algorithm.advantage = 'ppo': remove critic.lr, or set that"
             )
         if self.critic.lr is not None and self.critic.lr < self.optimizer.min_lr:
             raise ValueError(

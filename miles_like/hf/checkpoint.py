@@ -101,9 +101,7 @@ class HFCheckpoint:
                 self._info[name] = info
         for name, file in (weight_map or {}).items():
             if name not in self._info or self._info[name].file.name != file:
-                raise ValueError(
-                    f"{self.path / INDEX} lists {name} in {file}, but that file does not have it: {_REFETCH}"
-                )
+                raise ValueError(f"{self.path / INDEX} lists {name} in {file}, which does not have it: {_REFETCH}")
         for name, info in self._info.items():
             if weight_map and name not in weight_map:
                 raise ValueError(f"{info.file} has {name}, which {INDEX} does not list: {_REFETCH}")
@@ -120,8 +118,7 @@ class HFCheckpoint:
         if not (self.path / INDEX).exists():
             if not (self.path / _SINGLE).exists():
                 raise ValueError(
-                    f"{self.path} has neither {_SINGLE} nor {INDEX}: it is not a safetensors checkpoint, or "
-                    "is incomplete; fetch it again"
+                    f"{self.path} has neither {_SINGLE} nor {INDEX}: not a safetensors checkpoint, or incomplete"
                 )
             return None
         weight_map = _read_json(self.path / INDEX, _INDEX_BYTES, once=True).get("weight_map")
@@ -258,9 +255,7 @@ def _entry(name: str, entry: Mapping[str, Any]) -> tuple[str, str, tuple[int, ..
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     for number in (*shape, begin, end):
         if type(number) is not int or not 0 <= number < 1 << 63:
-            raise ValueError(
-                f"{name} has {_short(number)} in its shape or offsets, which must be integers of at least 0"
-            )
+            raise ValueError(f"{name} has {_short(number)} in its shape or offsets, expected integers from 0")
     return name, str(entry["dtype"]), shape, begin, end
 
 
@@ -288,9 +283,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             raise ValueError(f"{path}: {name} has dtype {dtype_name}, but supported are {', '.join(_DTYPES)}")
         nbytes = math.prod(shape) * dtype.itemsize
         if begin != end or stop - begin != nbytes:
-            raise ValueError(
-                f"{path}: {name} {list(shape)} {dtype_name} does not fit bytes {begin}..{stop}: {_REFETCH}"
-            )
+            raise ValueError(f"{path}: {name} {list(shape)} {dtype_name} does not fit {begin}..{stop}: {_REFETCH}")
         out[name] = TensorInfo(dtype, shape, nbytes, path, 8 + length + begin)
         end = stop
     want = 8 + length + end
@@ -343,7 +336,7 @@ def write_hf(
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} exists: remove it or choose another output directory")
     if copy_from is not None and not Path(copy_from).is_dir():
-        raise ValueError(f"{copy_from} is not a directory: so no tokenizer can be copied from it")
+        raise ValueError(f"{copy_from} is not a directory, so no tokenizer can be copied from it")
     partial = path.with_name(path.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)  # left by a process that was killed
