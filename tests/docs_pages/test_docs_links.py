@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from setup import described, repository
 from tests.support import docs_site
 from tests.support.pages import OF_ROOT, PAGES, ROOT, anchors, links, prose, slug
 
@@ -73,6 +74,20 @@ def test_the_site_rewrites_links_that_leave_its_pages() -> None:
         "[a](../contributing.md#t) b"
     )
     assert docs_site.in_site("[a](docs/plan.md#b)", "CHANGELOG.md", "") == "[a](plan.md#b)"
+
+
+def test_the_package_s_page_has_absolute_links_alone() -> None:
+    """To the repository, or as plain text without one."""
+    text = "![p](docs/p.png) [`a[0]`](docs/a.md#b) [c](#c) [d](https://e.f)"
+    assert described(text, "https://host/us") == (
+        "![p](https://host/us/raw/main/docs/p.png) [`a[0]`](https://host/us/blob/main/docs/a.md#b) "
+        "[c](https://host/us#c) [d](https://e.f)"
+    )
+    assert described(text, "") == " `a[0]` c [d](https://e.f)"
+    readme = (ROOT / "README.md").read_text("utf-8")
+    seen = described(readme, "https://host/us")
+    assert seen.count("](https://host/us/") == readme.count("](docs/") + readme.count("](CONTRIBUTING.md") > 30
+    assert "](docs/" in readme and docs_site.source() == (f"{repository()}/blob/main" if repository() else "")
 
 
 def test_the_readme_is_read_in_three_minutes() -> None:

@@ -155,7 +155,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = out / "source"  # a build leaves folders in its source
     for folder in (*PACKAGES, "configs"):
         shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy2(ROOT / file, source / file)
     command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation", "--no-index"]
     made = without_checkout([*command, "--wheel-dir", str(out)], out)

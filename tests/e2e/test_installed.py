@@ -1,4 +1,5 @@
-"""What `pip install` leaves on a machine without the checkout: every module, the files of the demo and of `init`.
+"""What `pip install` leaves on a machine without the checkout: every module, the files of the demo and of `init`, and
+what an index shows of the package.
 
 Why it must hold: each node of a cluster installs the package; a module that is left out fails at import there, and
 nowhere that the package is installed as editable. The demo itself runs in test_pipeline.py. Not covered: that the
@@ -7,11 +8,15 @@ dependencies resolve (make resolve).
 
 from __future__ import annotations
 
+import email
+import re
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
+from setup import repository
 from tests.e2e.conftest import PACKAGES, ROOT, without_checkout
 
 IMPORT = """
@@ -65,7 +70,33 @@ def test_the_wheel_has_the_demo_the_templates_and_its_types_and_no_tests(wheel: 
     names = zipfile.ZipFile(wheel).namelist()
     assert {"miles_like/demo_files/tiny/train.jsonl", "miles_like/py.typed"} <= set(names)
     package = ROOT / "miles_like"
-    data = [*(package / "templates").glob("*/*"), *(package / "demo_files").glob("*.toml")]
+    data = [
+        *(package / "templates").glob("*/*"),
+        *(package / "demo_files").glob("*.toml"),
+        package / "rewards" / "counter_examples.jsonl",
+    ]
     assert {str(f.relative_to(ROOT)) for f in data} <= set(names)
     tops = {n.split("/")[0] for n in names if ".dist-info/" not in n}
     assert tops == set(PACKAGES)
+
+
+def test_the_metadata_is_what_an_index_shows(wheel: Path) -> None:
+    """The description has no link that needs the repository beside it; what CITATION.cff also has is the same."""
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = [n for n in files.namelist() if n.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(files.read(name))
+        licence = files.read(name.replace("METADATA", "licenses/LICENSE"))
+    page = metadata.get_payload()
+    assert metadata["Description-Content-Type"] == "text/markdown" and "# miles-like" in page
+    assert [one for one in re.findall(r"\]\(([^)]*)\)", page) if not one.startswith("https://")] == []
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert metadata["Name"] == cited["title"] and metadata["Version"] == cited["version"]
+    assert metadata["Author"] == cited["authors"][0]["name"] and metadata["Keywords"].split(",") == cited["keywords"]
+    assert metadata["License-Expression"] == cited["license"] and licence == (ROOT / "LICENSE").read_bytes()
+    assert metadata["Summary"] == cited["abstract"].removesuffix(".")
+    urls = dict(one.split(", ", 1) for one in metadata.get_all("Project-URL", []))
+    assert urls.get("Repository", "").rstrip("/") == repository() == cited.get("repository-code", "").rstrip("/")
+    classifiers = metadata.get_all("Classifier")
+    assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(classifiers)
+    assert not [one for one in classifiers if one.startswith("License ::")], "the expression takes its place"
+    assert metadata["Requires-Python"] == ">=3.11" and "Programming Language :: Python :: 3.11" in classifiers

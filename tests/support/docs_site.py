@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import posixpath
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
+from setup import LINK, repository
+
 ROOT = Path(__file__).resolve().parents[2]
 OF_ROOT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}  # file -> page of the site
-LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 RECIPES = "RECIPES"  # in the navigation: all pages of docs/recipes
 
 
@@ -64,10 +64,9 @@ def in_site(text: str, path: str, url: str) -> str:
 
 
 def source() -> str:
-    """Where the repository's files are shown: the URL of pyproject.toml, or ""."""
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"].get("urls", {})
-    url = urls.get("Repository") or urls.get("Source") or ""
-    return f"{url.rstrip('/')}/blob/main" if url else ""
+    """Where the repository's files are shown, or "" where pyproject.toml names no repository."""
+    url = repository()
+    return f"{url}/blob/main" if url else ""
 
 
 def _with(entry: Any, recipes: list[str]) -> Any:
