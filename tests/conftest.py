@@ -1,5 +1,5 @@
-"""The tiers of the suite (tests/support/tiers.py), the snapshot of refusals (tests/support/refusals.py), and the
-examples that hypothesis draws."""
+"""The tiers of the suite (tests/support/tiers.py), the snapshot of refusals (tests/support/refusals.py), the installed
+wheel (tests/support/installed.py), and the examples that hypothesis draws."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.refusals import ACCEPT, ONLY, RefusalSnapshot
 
-pytest_plugins = ("tests.support.tiers",)
+pytest_plugins = ("tests.support.installed", "tests.support.tiers")
 pytest.register_assert_rewrite("tests.support.engine_contract")  # tests that several files have
 
 # The same examples in every run, so that a commit is green or red for all; `make test-all` draws others each time.

@@ -1,5 +1,6 @@
-"""The tutorials, command by command, as a reader runs them: every block of their pages, in order. Of the other pages
-the commands that need no other machine, on tiny models with one step.
+"""The tutorials, command by command, as a reader runs them who has installed the package and has no checkout: every
+block of their pages, in order. Of the other pages the commands that need no other machine, on tiny models with one
+step, in the checkout.
 
 Why it must hold: the tutorial is the first thing that is tried. What is asserted beside "every command succeeds" is
 what the page promises: the reward rises. Not covered: figures of the pages; `curl`, in whose place Python sends the
@@ -16,11 +17,12 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from tests.support.installed import environment_without_checkout
 from tests.support.pages import PAGES, ROOT, Block, blocks, commands
 
 LIMIT_S = 900.0  # of one command
@@ -28,13 +30,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.long(beside="tests/docs_pages/test_d
 
 
 class Reader:
-    """Follows a page in a directory that has the checkout's configs."""
+    """Follows a page in a directory. programs: what the first word of a command stands for."""
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
+    def __init__(self, home: Path, programs: Mapping[str, list[str]], variables: Mapping[str, str]) -> None:
+        self.home, self.programs = home, programs
         self.servers: list[subprocess.Popen[bytes]] = []
-        (home / "configs").symlink_to(ROOT / "configs")
-        self.environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        self.environment = {**variables, "COLUMNS": "200"}
 
     def follow(self, block: Block) -> None:
         if block.title:
@@ -50,8 +51,7 @@ class Reader:
         if words[0] == "curl":
             self.request(words)
             return
-        program = {"miles-like": [sys.executable, "-m", "miles_like"], "python": [sys.executable]}
-        words = [*program.get(words[0], [words[0]]), *words[1:]]
+        words = [*self.programs.get(words[0], [words[0]]), *words[1:]]
         if background:
             self.servers.append(subprocess.Popen(words, cwd=self.home, env=self.environment))
             return
@@ -85,7 +85,19 @@ class Reader:
 
 @pytest.fixture
 def reader(tmp_path: Path) -> Iterator[Reader]:
-    one = Reader(tmp_path)
+    """In a checkout."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    programs = {"miles-like": [sys.executable, "-m", "miles_like"], "python": [sys.executable]}
+    one = Reader(tmp_path, programs, os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def user(python: Path, tmp_path: Path) -> Iterator[Reader]:
+    """With the installed package, in an empty directory."""
+    programs = {"miles-like": [str(python.parent / "miles-like")], "python": [str(python)]}
+    one = Reader(tmp_path, programs, environment_without_checkout())
     yield one
     one.close()
 
@@ -94,20 +106,20 @@ def mean(rows: list[dict[str, float]], key: str) -> float:
     return sum(row[key] for row in rows) / len(rows)
 
 
-def test_the_first_tutorial(reader: Reader) -> None:
+def test_the_first_tutorial(user: Reader) -> None:
     page = ROOT / "docs" / "start" / "tutorial.md"
     for block in blocks(page):
-        reader.follow(block)
-    rows = reader.metrics("mine")
+        user.follow(block)
+    rows = user.metrics("mine")
     assert rows[-1]["step"] == 45  # of the resumed run
     assert mean(rows[-5:], "rollout/reward/right/mean") > mean(rows[1:6], "rollout/reward/right/mean") + 0.1
     assert len(re.findall(r"```toml.*?```", page.read_text(), re.DOTALL)[0].splitlines()) <= 14
 
 
-def test_the_tutorial_with_a_tool(reader: Reader) -> None:
+def test_the_tutorial_with_a_tool(user: Reader) -> None:
     for block in blocks(ROOT / "docs" / "start" / "tool_tutorial.md"):
-        reader.follow(block)
-    rows = reader.metrics("tool")
+        user.follow(block)
+    rows = user.metrics("tool")
     first, last = rows[1:6], rows[-5:]
     assert mean(last, "rollout/reward/called/mean") > mean(first, "rollout/reward/called/mean") + 0.2
     assert mean(last, "rollout/reward/mean") > mean(first, "rollout/reward/mean") + 0.2

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from setup import repository
-from tests.e2e.conftest import PACKAGES, ROOT, without_checkout
+from tests.support.installed import PACKAGES, ROOT, without_checkout
 
 IMPORT = """
 import importlib, pkgutil, sys

@@ -31,14 +31,13 @@ from tests.e2e.conftest import (
     ONE_RANK,
     ROOT,
     SMALL,
-    MadeOnce,
     Run,
     environment,
-    environment_without_checkout,
 )
 from tests.e2e.looked_at import PLANTED, SECRET, Seen, descendants, look
 from tests.e2e.test_faults import in_mid_run
 from tests.support.command import Commands
+from tests.support.installed import MadeOnce, environment_without_checkout
 from tests.support.refusals import Facts, check_refusal
 
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -7,13 +7,15 @@ itself.
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import LIMIT_S, SMALL, Run, environment
+from tests.e2e.conftest import LIMIT_S, SMALL, environment
 from tests.support.command import Commands
+from tests.support.installed import without_checkout
 
 ONE = ("--set", "train.steps=1")
 LONG = pytest.mark.long(beside="tests/e2e/test_python_runs.py")
@@ -67,13 +69,19 @@ def test_a_run_in_a_notebook_s_loop_asks_its_function_and_is_resumed_with_it_alo
 
 @LONG
 @pytest.mark.parametrize("task", ["qa", "tool", "agent", "distill", "sft"])
-def test_what_init_writes_runs_as_it_is(miles_like: Run, home: Path, tmp_path: Path, task: str) -> None:
+def test_what_init_writes_runs_as_it_is_without_the_checkout(
+    python: Path, home: Path, tmp_path: Path, task: str
+) -> None:
     """With a shorter warm-up."""
-    made = miles_like("init", str(tmp_path / task), "--task", task)
+
+    def miles_like(*words: str) -> subprocess.CompletedProcess[str]:
+        return without_checkout([str(python.parent / "miles-like"), *words], tmp_path)
+
+    made = miles_like("init", task, "--task", task)
     assert made.returncode == 0, made.stderr
     teacher = ("--set", "distillation.teachers.clean.make.max_steps=4") if task == "distill" else ()
     few = SMALL if task != "sft" else (*SMALL[:4], "--set", "train.groups_per_step=6")
-    words = (str(tmp_path / task / "config.toml"), "--run-dir", str(home / f"init_{task}"))
+    words = (f"{task}/config.toml", "--run-dir", str(home / f"init_{task}"))
     done = miles_like("train", *words, *few, *teacher, *ONE)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
     rows = [json.loads(line) for line in (home / f"init_{task}" / "metrics.jsonl").read_text().splitlines()]

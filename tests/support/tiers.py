@@ -40,6 +40,7 @@ STARTERS = (
     "tests.fuzz.served",
     "tests.support.embedded_processes",
     "tests.support.forked",
+    "tests.support.installed",
     "tests.support.local_run",
     "tests.support.mid_run",
     "tests.support.namespaces.nodes",
