@@ -27,7 +27,19 @@ ADVANTAGES = {
     "remax": "remax",
     "opo": "opo",
 }
-LOSSES = {"vanilla": "clipped", "gspo": "gspo", "sapo": "sapo"}
+LOSSES = {"vanilla": "clipped", "gspo": "gspo", "sapo": "sapo", "clip_cov": "clip_cov", "kl_cov": "kl_cov"}
+_COV = f"{A}.policy_loss"
+COVARIANCE: dict[str, dict[str, Rule]] = {  # loss -> keys that it alone has, with the defaults of PolicyLossConfig
+    "clip_cov": {
+        f"{_COV}.clip_cov_ratio": Rule("algorithm.cov_ratio", default=2e-4),
+        f"{_COV}.clip_cov_lb": Rule("algorithm.cov_low", default=1.0),
+        f"{_COV}.clip_cov_ub": Rule("algorithm.cov_high", default=5.0),
+    },
+    "kl_cov": {
+        f"{_COV}.kl_cov_ratio": Rule("algorithm.cov_ratio", default=2e-4),
+        f"{_COV}.ppo_kl_coef": Rule("algorithm.cov_coefficient", default=0.1),
+    },
+}
 AGGREGATIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
@@ -107,6 +119,7 @@ REASONS = {
     f"{A}.use_dynamic_bsz": "micro-batches are always packed to train.max_tokens_per_rank",
     f"{A}.ppo_micro_batch_size": "micro-batches are packed to train.max_tokens_per_rank, not counted in samples",
     f"{A}.calculate_entropy": "the entropy is always measured",
+    f"{A}.policy_loss.": "of another policy loss than the one that is chosen",
     f"{A}.shuffle": "the groups of a step have the order in which they were sampled",
     f"{A}.": "setting of verl's actor workers",
     f"{A}.optim.": "setting of verl's optimizer; here it is AdamW with the keys of [optimizer]",
@@ -195,9 +208,17 @@ def _batches(t: Translation) -> None:
 
 
 def _clip(t: Translation) -> None:
-    """Both bounds are clip_ratio where they are not given."""
-    if t.ours.get("algorithm.loss", "clipped") == "sapo":
+    """The bounds and keys of the loss. Both bounds are clip_ratio where they are not given."""
+    loss = t.ours.get("algorithm.loss", "clipped")
+    t.apply(COVARIANCE.get(loss, {}))
+    if loss in ("sapo", *COVARIANCE):
         t.drop("algorithm.clip_dual")
+    if loss != "sapo":
+        t.drop("algorithm.tau_pos")
+        t.drop("algorithm.tau_neg")
+    if loss in ("sapo", "kl_cov"):
+        for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
+            t.leave(f"{A}.{key}", f"the loss {loss!r} clips no ratio")
         return
     both = t.get(f"{A}.clip_ratio", 0.2)
     for side in ("low", "high"):
