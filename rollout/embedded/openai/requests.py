@@ -22,7 +22,7 @@ MAX_STOPS = 16
 MAX_STOP = 256  # characters
 MAX_LOGPROBS = 20  # candidates of a token, as OpenAI's
 _SEED = 2**63 - 1
-_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}  # of no effect here
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}  # of no effect here
 
 
 def _depth(value: object) -> str:
@@ -126,7 +126,7 @@ B = TypeVar("B", bound=SamplingBody)
 
 def read(model: type[B], body: Mapping[str, Any]) -> B:
     """The validated body. Raises BadRequest naming the key, its value and the bound."""
-    given = {k: v for k, v in body.items() if v is not None and k not in _IGNORED}
+    given = {k: v for k, v in body.items() if v is not None and k not in IGNORED}
     try:
         found = model.model_validate(given)
     except ValidationError as e:

@@ -134,8 +134,8 @@ class Handlers:
         self.args = args
         self.started = time.time()
         self.groups, self.slices = UpdateGroups(), SliceHandlers(worker, limits)
-        self.document = document(self.service.arch.vocab)
         self.name = served_name(args)
+        self.document = document(self.service.arch.vocab, (self.name, str(Path(args.model_path))))
         self.openai = OpenAIHandlers(
             worker,
             limits,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
+from rollout.embedded.openai import schema as openai
 from rollout.wire import control, endpoints
 from rollout.wire.bodies import Body, EmptyBody, GenerateBody
 from rollout.wire.reshard import requests as reshard
@@ -90,13 +93,16 @@ _OUTCOMES = (
 )
 
 
-def document(vocabulary: int) -> Json:
-    """OpenAPI 3.1 document of a server. vocabulary: number of the model's tokens."""
-    models: list[tuple[type[Body], JsonSchemaMode]] = [(m, "validation") for m in dict.fromkeys(_BODIES.values())]
+def document(vocabulary: int, names: Sequence[str]) -> Json:
+    """OpenAPI 3.1 document of a server. vocabulary: number of the model's tokens; names: of the model in requests, the
+    first of which is listed."""
+    bodies: list[type[BaseModel]] = [*dict.fromkeys(_BODIES.values()), *openai.BODIES.values()]
+    models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(m, "validation") for m in bodies]
     _, schema = models_json_schema(models, ref_template=_REF)
-    schemas = schema["$defs"] | _ANSWERS
+    schemas = schema["$defs"] | _ANSWERS | openai.reply_schemas(_REF)
     schemas["TokenId"] |= {"maximum": vocabulary - 1}
-    paths: Json = {route: {"post": _operation(route, body)} for route, body in _BODIES.items()}
+    schemas |= {m.__name__: openai.as_read(schemas[m.__name__], names) for m in openai.BODIES.values()}
+    paths: Json = {route: {"post": _operation(route, body)} for route, body in _BODIES.items()} | _openai_paths(names)
     paths[endpoints.GENERATE]["put"] = _operation(endpoints.GENERATE, GenerateBody)
     own = (endpoints.WEIGHTS_LAYOUT, endpoints.SLICE_HASHES)
     for route in (endpoints.MODEL_INFO, endpoints.SERVER_INFO, endpoints.CHECKSUM, *own):
@@ -109,8 +115,29 @@ def document(vocabulary: int) -> Json:
         for status, text in ((200, "flushed"), (400, "not idle"), (413, "too large"), (503, "stopped"))
     }
     paths[endpoints.FLUSH_CACHE] = {m: {"parameters": [timeout], "responses": flushed} for m in ("get", "post")}
-    info = {"title": "miles-like embedded engine", "version": "1", "description": "a subset of SGLang's HTTP API"}
+    info = {
+        "title": "miles-like embedded engine",
+        "version": "1",
+        "description": "a subset of OpenAI's and SGLang's HTTP APIs",
+    }
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+
+
+def _openai_paths(names: Sequence[str]) -> Json:
+    """An unknown model is 404 there."""
+    other = {"404": {"description": "another model"} | _answers(None)["400"]}
+    listed, one = ({"$ref": _REF.format(model=model)} for model in (openai.MODELS, openai.MODEL))
+    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": list(names[:1])}}
+    paths: Json = {
+        endpoints.OPENAI_MODELS: {"get": {"responses": _answers(listed)}},
+        endpoints.OPENAI_MODELS + "/{model}": {"get": {"parameters": [name], "responses": _answers(one) | other}},
+    }
+    for route, body in openai.BODIES.items():
+        answers = _answers({"$ref": _REF.format(model=openai.REPLIES[route])}) | other
+        answers["200"]["content"]["text/event-stream"] = {}  # with stream = true
+        content = {"application/json": {"schema": {"$ref": _REF.format(model=body.__name__)}}}
+        paths[route] = {"post": {"requestBody": {"required": True, "content": content}, "responses": answers}}
+    return paths
 
 
 def _operation(route: str, body: type[Body]) -> Json:

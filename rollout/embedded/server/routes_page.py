@@ -15,7 +15,7 @@ _ROUTES = (
     ("GET", endpoints.SERVER_INFO, "SGLang: arguments, memory, queue"),
     ("GET", endpoints.HEALTH, "status 200 while the engine runs"),
     ("GET", HEALTH_GENERATE, "the same"),
-    ("GET", OPENAPI, "SGLang's routes, those that change weights among them, as OpenAPI 3.1"),
+    ("GET", OPENAPI, "these routes, and those that change weights, as OpenAPI 3.1"),
     ("GET", DOCS, "this page"),
 )
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
@@ -93,6 +95,32 @@ def test_the_model_is_listed_under_its_name(client: openai.OpenAI, path: Path, u
     routes = {v for n, v in vars(endpoints).items() if n.startswith("OPENAI_")}
     assert len(routes) == 3 and all(route in page for route in (*routes, "/generate"))
     assert httpx.get(f"{url}/docs", trust_env=False).text == page
+
+
+def test_the_schema_describes_requests_and_replies(client: openai.OpenAI, url: str) -> None:
+    """A chat has keys of OpenAI's own client, SGLang's among them marked by its reference; that what the schema calls
+    invalid is refused is tests/fuzz/test_server.py's."""
+    document = httpx.get(f"{url}/openapi.json", trust_env=False).json()
+    document["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+
+    def validate(body: Any, name: str) -> None:
+        jsonschema.validate(body, document | {"$ref": f"#/components/schemas/{name}"})
+
+    routes = {v for n, v in vars(endpoints).items() if n.startswith("OPENAI_")}
+    assert routes <= document["paths"].keys()
+    keys = set(document["components"]["schemas"]["ChatBody"]["properties"])
+    own = {"top_k", "min_p", "stop_token_ids", "ignore_eos", "chat_template_kwargs"}
+    assert keys - set(CompletionCreateParamsBase.__annotations__) == own | {"stream"}
+    validate(client.models.list().to_dict(), "Models")
+    validate(client.models.retrieve("tiny-bytes").to_dict(), "Model")
+    validate(complete(client, ["one", "two"], n=2, logprobs=2).to_dict(), "Completion")
+    validate(chat(client, logprobs=True).to_dict(), "ChatCompletion")
+    asked = {"model": "tiny-bytes", "prompt": ["one", "two"], "stop": ["a"], "seed": None, "user": "me"}
+    validate(asked, "CompletionBody")
+    for wrong in ({"model": "gpt-4"}, {"echo": True}, {"promt": "x"}, {"prompt": None}, {"stop": ["a"] * 17}):
+        with pytest.raises(jsonschema.ValidationError):
+            validate(asked | wrong, "CompletionBody")
+        assert httpx.post(f"{url}/v1/completions", json=asked | wrong, trust_env=False).status_code in (400, 404)
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.9, "seed": 11}, {"seed": 4}])
