@@ -131,7 +131,7 @@ def shards(outputs: Sequence[Output], spec: QuantSpec, shard_bytes: int) -> list
     files: list[list[Output]] = [[]]
     size = 0
     for output in outputs:
-        nbytes = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in stored_tensors(output, spec))
+        nbytes = stored_bytes(output, spec)
         if files[-1] and size + nbytes > shard_bytes:
             files.append([])
             size = 0
@@ -150,6 +150,10 @@ def stored_tensors(output: Output, spec: QuantSpec) -> Iterator[tuple[str, torch
         return
     for leaf, (dtype, shape) in make_codec(spec).layout(output.shape, output.name).items():
         yield stored_name(output.name, leaf), dtype, shape
+
+
+def stored_bytes(output: Output, spec: QuantSpec) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in stored_tensors(output, spec))
 
 
 def held_bytes(output: Output, spec: QuantSpec) -> int:
@@ -184,6 +188,11 @@ class WriteShards:
     @property
     def count(self) -> int:
         return len(self.files)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors that are written."""
+        return sum(stored_bytes(output, self.spec) for file in self.files for output in file)
 
     def file(self, number: int) -> str:
         if self.count == 1:

@@ -27,10 +27,12 @@ from megatron_bridge.convert.memory_limit import Memory, plan_memory
 from megatron_bridge.convert.units import (
     ConvertReport,
     Spread,
+    Watch,
     building,
     files_of,
     finished_unit,
     run_units,
+    unwatched,
     write_file,
 )
 from megatron_bridge.families.base import SCORE, TensorMap
@@ -55,6 +57,7 @@ def to_hf(
     memory_limit: int = 4 << 30,
     workers: int = 1,
     spread: Spread | None = None,
+    watch: Watch = unwatched,
     shard_bytes: int = SHARD_BYTES,
 ) -> ConvertReport:
     """Write the new Hugging Face directory `out`, including all files of the source's `hf/` (tokenizer and others).
@@ -65,7 +68,7 @@ def to_hf(
     quantized, otherwise the format's default modules and blocks. `hf_config`: directory with config.json and companion
     files, for a source without `hf/`. Draft layers of the config that a trainer did not save are omitted, and the new
     config.json has none. `lora_alpha` merges the checkpoint's adapters, W + lora_alpha / rank B A, rounded once. Files
-    have about `shard_bytes`. `memory_limit` is in bytes, for all processes of this machine.
+    have about `shard_bytes`. `memory_limit` is in bytes, for all processes of this machine. `watch` shows the progress.
 
     Raises ValueError, leaving nothing of `out`, when it exists, or when the source is incomplete, differs from its
     manifest, is of another model than the config, has a value that is not finite, or holds adapters without a
@@ -95,7 +98,7 @@ def to_hf(
         identity=_identity(source),
     )
     with building(out, job) as partial:
-        kept = run_units(job, partial, workers=memory.workers, spread=spread)
+        kept = run_units(job, partial, workers=memory.workers, spread=spread, watched=watch(partial, job.nbytes))
         names = sorted(o.name for o in tensors)
         written = config if spec == spec_from_hf(config) else quantized_config(config, spec, names)
         written = written | ({DRAFT_LAYERS: 0} if dropped else {})

@@ -13,6 +13,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import mmap
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,9 +47,11 @@ from megatron_bridge.convert.units import (
     ConvertReport,
     HashedFile,
     Spread,
+    Watch,
     building,
     finished_unit,
     run_units,
+    unwatched,
     write_file,
 )
 from megatron_bridge.families.base import Place, TensorMap
@@ -66,13 +69,15 @@ def to_megatron(
     memory_limit: int = 4 << 30,
     workers: int = 1,
     spread: Spread | None = None,
+    watch: Watch = unwatched,
     tp: int = 1,
     etp: int = 1,
 ) -> ConvertReport:
     """Convert the checkpoint in `hf_dir`, BF16, FP32 or in any quantized format, into the new directory `out`.
 
     memory_limit: bytes of resident memory for all local processes together (with `spread`: for each remote process).
-    workers: processes. tp, etp: the layout whose ranks read only their own bytes; every layout can load the result.
+    workers: processes. watch: shows the progress. tp, etp: the layout whose ranks read only their own bytes; every
+    layout can load the result.
 
     Raises ValueError naming a tensor that is missing, unknown, of a wrong shape or dtype, or without its scale (before
     anything is written), or that is not finite or a copy that differs from its original (then nothing is kept); also
@@ -92,7 +97,9 @@ def to_megatron(
         if pieces <= known:
             break
         known = pieces
-    return convert_source(source, out, grid, chunk_bytes=memory.chunk_bytes, workers=memory.workers, spread=spread)
+    return convert_source(
+        source, out, grid, chunk_bytes=memory.chunk_bytes, workers=memory.workers, spread=spread, watch=watch
+    )
 
 
 def convert_source(
@@ -104,11 +111,12 @@ def convert_source(
     unit_bytes: int = 512 * MIB,
     workers: int = 1,
     spread: Spread | None = None,
+    watch: Watch = unwatched,
 ) -> ConvertReport:
     """As `to_megatron`. `chunk_bytes` limits one archive, `unit_bytes` the work of a worker that a kill can lose."""
     job = plan_conversion(source, grid, chunk_bytes=chunk_bytes, unit_bytes=unit_bytes)
     with building(out, job) as partial:
-        kept = run_units(job, partial, workers=workers, spread=spread)
+        kept = run_units(job, partial, workers=workers, spread=spread, watched=watch(partial, job.nbytes))
         size = _finish(job, partial)
     return ConvertReport(tensors=job.tensors, skipped=job.skipped, bytes=size, units=len(job.units), units_kept=kept)
 
@@ -182,6 +190,11 @@ class Conversion:
     @property
     def count(self) -> int:
         return len(self.units)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors that are written."""
+        return sum(math.prod(box.sizes) * box.dtype.itemsize for unit in self.units for box in unit)
 
     def file(self, number: int) -> str:
         return f"__{number}_0.distcp"

@@ -25,7 +25,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -164,6 +164,12 @@ class UnitWork:
 
 Spread = Callable[[UnitWork, Sequence[int]], None]
 """(work, numbers of the units to run): returns when all are done."""
+Watch = Callable[[Path, int], AbstractContextManager[object]]
+"""(a directory, bytes that its files will have): a context in which they are written, which shows the progress."""
+
+
+def unwatched(directory: Path, nbytes: int) -> AbstractContextManager[object]:
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +234,16 @@ def _kept_or_removed(out: Path, partial: Path) -> Iterator[None]:
         ) from e
 
 
-def run_units(job: Job, partial: Path, *, workers: int = 1, spread: Spread | None = None) -> int:
-    """Run all unfinished units; returns the number of units kept. Other files in `partial` are removed.
+def run_units(
+    job: Job,
+    partial: Path,
+    *,
+    workers: int = 1,
+    spread: Spread | None = None,
+    watched: AbstractContextManager[object] | None = None,
+) -> int:
+    """Run all unfinished units; returns the number of units kept. Other files in `partial` are removed. watched: a
+    context of the work, entered when they are.
 
     Raises as `job.write`, and RuntimeError when a worker process dies.
     """
@@ -240,13 +254,14 @@ def run_units(job: Job, partial: Path, *, workers: int = 1, spread: Spread | Non
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     todo = [number for number in range(job.count) if number not in kept]
     work = UnitWork(job, partial)
-    if spread is not None:
-        spread(work, todo)
-    elif workers > 1 and len(todo) > 1:
-        _in_processes(work, todo, workers)
-    else:
-        for number in todo:
-            work(number)
+    with watched or nullcontext():
+        if spread is not None:
+            spread(work, todo)
+        elif workers > 1 and len(todo) > 1:
+            _in_processes(work, todo, workers)
+        else:
+            for number in todo:
+                work(number)
     return len(kept)
 
 

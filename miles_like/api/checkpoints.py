@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from rich.console import Console
+
 from miles_like.api.calls import from_python
 from miles_like.limits.memory_size import parse_bytes
 
 if TYPE_CHECKING:
     from miles_like.pipeline.convert import Conversion
     from miles_like.pipeline.quant_report import QuantReport
+    from miles_like.report.written import Written
 
 
 @from_python
@@ -31,6 +34,7 @@ def convert(
     memory_limit: str = "4GiB",
     workers: int = 1,
     ray_address: str | None = None,
+    quiet: bool = False,
 ) -> Conversion:
     """Convert a checkpoint between Hugging Face and Megatron form, as `miles-like convert` does.
 
@@ -48,6 +52,7 @@ def convert(
         memory_limit: resident memory of all processes of a machine, such as "4GiB".
         workers: processes on each machine.
         ray_address: share the work with the nodes of this Ray cluster.
+        quiet: show no progress.
 
     Returns:
         `tensors`, `bytes`, `seconds` and `skipped`; as text, a summary of one line.
@@ -60,7 +65,8 @@ def convert(
 
     if to not in ("megatron", "hf"):
         raise ValueError(f"to = {to!r}: expected 'megatron' or 'hf'")
-    work = conversions.ConvertWork(parse_bytes(memory_limit), workers, conversions.cluster_nodes(ray_address))
+    nodes = conversions.cluster_nodes(ray_address)
+    work = conversions.ConvertWork(parse_bytes(memory_limit), workers, nodes, watch=_progress("converting", quiet))
     try:
         if to == "megatron":
             return conversions.to_megatron(Path(source), Path(out), work, tp=tp, pp=pp, ep=ep, etp=etp)
@@ -82,6 +88,7 @@ def export(
     hf_config: str | Path | None = None,
     memory_limit: str = "4GiB",
     workers: int = 1,
+    quiet: bool = False,
 ) -> Conversion:
     """Write the trained model of a run as a Hugging Face directory, as `miles-like export` does.
 
@@ -91,7 +98,7 @@ def export(
         step: of the checkpoint; None: the last one.
         format: bf16, fp8, fp8-ue8m0, int4, mxfp8, mxfp4 or nvfp4.
         hf_config: the model that the run began with, where its cache is not there any more.
-        memory_limit, workers: as for `convert`.
+        memory_limit, workers, quiet: as for `convert`.
 
     Returns:
         As `convert`.
@@ -102,7 +109,7 @@ def export(
     from miles_like.pipeline.convert import ConvertWork
     from miles_like.run.export import export_run
 
-    work = ConvertWork(parse_bytes(memory_limit), workers, None)
+    work = ConvertWork(parse_bytes(memory_limit), workers, None, watch=_progress("exporting", quiet))
     directory = None if hf_config is None else Path(hf_config)
     return export_run(Path(run_dir), Path(out), work, step=step, format=format, hf_config=directory)
 
@@ -131,6 +138,7 @@ def quantize(
     convention: str | None = None,
     ignore: Sequence[str] = (),
     report: bool = False,
+    quiet: bool = False,
 ) -> Quantized:
     """Convert a BF16 Hugging Face directory to a low-precision format, as `miles-like quantize` does.
 
@@ -144,6 +152,7 @@ def quantize(
         convention: deepseek, sglang, compressed-tensors or modelopt; None: the format's own.
         ignore: modules to leave unquantized: "layers.0.self_attn" or "re:...".
         report: measure the error of every weight, and write it into `out` with plots.
+        quiet: show no progress.
 
     Returns:
         `bytes` of tensor data and, if asked for, the `report`.
@@ -155,5 +164,12 @@ def quantize(
     from miles_like.pipeline.quantize import quantize_checkpoint, spec_of
 
     spec = spec_of(format, scope=scope, block=block, group=group, convention=convention, ignore=ignore)
-    measured = QuantReport(spec) if report else None
-    return Quantized(Path(out), quantize_checkpoint(Path(source), Path(out), spec, report=measured), measured)
+    measured, watch = QuantReport(spec) if report else None, _progress("quantizing", quiet)
+    nbytes = quantize_checkpoint(Path(source), Path(out), spec, report=measured, watch=watch)
+    return Quantized(Path(out), nbytes, measured)
+
+
+def _progress(what: str, quiet: bool) -> Written:
+    from miles_like.report.written import Written
+
+    return Written(what, Console(quiet=quiet))

@@ -9,7 +9,7 @@ import typer
 
 from miles_like.command_errors import one_sentence
 from miles_like.commands.options import FORMATS, Command, Group
-from miles_like.commands.output import echo
+from miles_like.commands.output import echo, silent
 from miles_like.limits.memory_size import parse_bytes
 
 convert = typer.Typer(cls=Group, no_args_is_help=True, help="Convert checkpoints between Hugging Face and Megatron.")
@@ -47,6 +47,7 @@ def to_megatron(
             memory_limit=memory_limit,
             workers=workers,
             ray_address=ray_address,
+            quiet=silent(),
         )
         echo(done)
 
@@ -80,6 +81,7 @@ def to_hf(
             memory_limit=memory_limit,
             workers=workers,
             ray_address=ray_address,
+            quiet=silent(),
         )
         echo(done)
 

@@ -10,7 +10,7 @@ import typer
 from miles_like.command_errors import one_sentence
 from miles_like.commands.convert import MemoryOption, WorkersOption
 from miles_like.commands.options import FORMATS
-from miles_like.commands.output import echo
+from miles_like.commands.output import echo, silent
 
 
 def export(
@@ -40,7 +40,14 @@ def export(
         if push is not None:
             check_push(push)
         done = checkpoints.export(
-            run_dir, out_dir, step=step, format=format, hf_config=hf_config, memory_limit=memory_limit, workers=workers
+            run_dir,
+            out_dir,
+            step=step,
+            format=format,
+            hf_config=hf_config,
+            memory_limit=memory_limit,
+            workers=workers,
+            quiet=silent(),
         )
         echo(done)
         if push is not None:

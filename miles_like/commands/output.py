@@ -42,6 +42,11 @@ def console(**options: Any) -> Console:
     return made
 
 
+def silent() -> bool:
+    """Whether no progress is printed: after `--quiet` and `--json`."""
+    return _quiet or _json
+
+
 def echo(text: object) -> None:
     """Print one line as it is."""
     console().print(str(text), markup=False, highlight=False, soft_wrap=True)

@@ -9,15 +9,17 @@ import typer
 
 from miles_like.command_errors import one_sentence
 from miles_like.commands.options import FORMATS
-from miles_like.commands.output import console, echo
+from miles_like.commands.output import console, echo, silent
 
 
 def dequantize(hf_dir: Path, out_dir: Path) -> None:
     """Convert a quantized checkpoint to BF16."""
     with one_sentence():
         from miles_like.pipeline.dequantize import dequantize_checkpoint
+        from miles_like.report.written import Written
 
-        echo(f"{dequantize_checkpoint(hf_dir, out_dir, manifest=True):,} bytes -> {out_dir}")
+        watch = Written("dequantizing", console())
+        echo(f"{dequantize_checkpoint(hf_dir, out_dir, manifest=True, watch=watch):,} bytes -> {out_dir}")
 
 
 def quantize(
@@ -57,6 +59,7 @@ def quantize(
             convention=convention,
             ignore=ignore or (),
             report=report,
+            quiet=silent(),
         )
         if done.report is not None:
             console().print(done.report.table())

@@ -9,7 +9,7 @@ import typer
 
 from miles_like.command_errors import one_sentence
 from miles_like.commands.options import FORMATS, KeyFileOption
-from miles_like.commands.output import echo
+from miles_like.commands.output import console, echo
 
 PORT = 30000  # stock SGLang's
 
@@ -56,6 +56,7 @@ def serve(
     """
     with one_sentence():
         from miles_like.pipeline.convert import ConvertWork
+        from miles_like.report.written import Written
         from miles_like.run.serving import CONTEXT, servable
         from miles_like.run.serving import context_length as context_of
         from rollout.embedded.server import app as server
@@ -63,7 +64,7 @@ def serve(
 
         key = given_key(key_file)
         server.check_address_free(host, port, key)
-        work = ConvertWork(memory_limit=4 << 30, workers=1, nodes=None)
+        work = ConvertWork(memory_limit=4 << 30, workers=1, nodes=None, watch=Written("exporting", console()))
         found = servable(path, work, step=step, format=format, hf_config=hf_config, report=echo)
         context = context_of(found.directory, context_length)
         arguments = ["--model-path", str(found.directory), "--host", host, "--port", str(port)]

@@ -337,7 +337,7 @@ def write_hf(
         raise ValueError(f"{path} exists: remove it or choose another output directory")
     if copy_from is not None and not Path(copy_from).is_dir():
         raise ValueError(f"{copy_from} is not a directory, so no tokenizer can be copied from it")
-    partial = path.with_name(path.name + ".partial")
+    partial = unfinished(path)
     if partial.exists():
         shutil.rmtree(partial)  # left by a process that was killed
     shards = _ShardWriter(partial, shard_bytes)
@@ -372,6 +372,11 @@ def write_hf(
         if partial.exists():
             shutil.rmtree(partial)
     return shards.total
+
+
+def unfinished(path: Path | str) -> Path:
+    """Where `write_hf` writes what becomes `path`."""
+    return Path(path).with_name(Path(path).name + ".partial")
 
 
 def _disk_full(path: Path, written: int, nbytes: int | None) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_bridge.config import ParallelConfig
-from megatron_bridge.convert.units import ConvertReport, Spread
+from megatron_bridge.convert.units import ConvertReport, Spread, Watch, unwatched
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.layout import check_layout
 from miles_like.hf.checkpoint import read_config
@@ -52,6 +52,7 @@ class ConvertWork:
     # The cluster's nodes may have separate disks: pieces stay where they are converted, and the output lists them.
     apart: bool = False
     local: Path | None = None  # node-local directory for pieces, if `apart`; None: beside the output
+    watch: Watch = unwatched  # shows the progress
 
     def spread(self) -> Spread | None:
         if self.nodes is None:
@@ -102,6 +103,7 @@ def to_megatron(
         memory_limit=work.memory_limit,
         workers=work.workers,
         spread=work.spread(),
+        watch=work.watch,
         tp=tp,
         etp=etp,
     )
@@ -130,6 +132,7 @@ def to_hf(
         memory_limit=work.memory_limit,
         workers=work.workers,
         spread=work.spread(),
+        watch=work.watch,
     )
     return _done(report, out_dir, time.monotonic() - began)
 

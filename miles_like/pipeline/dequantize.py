@@ -10,21 +10,28 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.convert.hf_manifest import Sums
-from miles_like.hf.checkpoint import HFCheckpoint, write_hf
+from megatron_bridge.convert.units import Watch, unwatched
+from miles_like.hf.checkpoint import HFCheckpoint, unfinished, write_hf
 from quant.hf_config import quantized_config, spec_from_hf
 from quant.registry import codec_or_none
 from quant.stream import coded_weight_of, dequantize_stream, is_foreign
 
 
 def dequantize_checkpoint(
-    src: Path | str, dst: Path | str, *, shard_bytes: int = 5 << 30, manifest: bool = False
+    src: Path | str,
+    dst: Path | str,
+    *,
+    shard_bytes: int = 5 << 30,
+    manifest: bool = False,
+    watch: Watch = unwatched,
 ) -> int:
     """Write the model directory `src` to `dst` with every quantized weight as bf16; return the bytes of tensor data.
 
     Only a few tensors are in memory at a time. `quantization_config` is removed from the configuration; names, order,
     unquantized tensors and tokenizer files are kept bit by bit. An unquantized checkpoint is copied. `manifest`: write
-    one, for which all files are read once more; the stages of a run hash what they write themselves. Raises ValueError
-    naming a tensor that is not finite or lacks its scale or its weight, and as `HFCheckpoint` and `write_hf` do.
+    one, for which all files are read once more; the stages of a run hash what they write themselves. `watch` shows the
+    progress. Raises ValueError naming a tensor that is not finite or lacks its scale or its weight, and as
+    `HFCheckpoint` and `write_hf` do.
     """
     hf = HFCheckpoint(src)
     spec = spec_from_hf(hf.config)
@@ -33,16 +40,17 @@ def dequantize_checkpoint(
         return hf.read(name) if name in hf else None
 
     tensors = _finite(dequantize_stream(hf.stream(), spec, torch.bfloat16, lookup=part))
-    sums = Sums() if manifest else None
-    return write_hf(
-        dst,
-        tensors if sums is None else sums.of(tensors),
-        quantized_config(hf.config, None),
-        copy_from=src,
-        shard_bytes=shard_bytes,
-        nbytes=dequantized_bytes(hf),
-        beside=None if sums is None else sums.write,
-    )
+    sums, nbytes = Sums() if manifest else None, dequantized_bytes(hf)
+    with watch(unfinished(dst), nbytes):
+        return write_hf(
+            dst,
+            tensors if sums is None else sums.of(tensors),
+            quantized_config(hf.config, None),
+            copy_from=src,
+            shard_bytes=shard_bytes,
+            nbytes=nbytes,
+            beside=None if sums is None else sums.write,
+        )
 
 
 def dequantized_bytes(hf: HFCheckpoint) -> int:

@@ -12,7 +12,8 @@ from typing import Literal, cast, get_args
 from torch import Tensor
 
 from megatron_bridge.convert.hf_manifest import Sums
-from miles_like.hf.checkpoint import HFCheckpoint, write_hf
+from megatron_bridge.convert.units import Watch, unwatched
+from miles_like.hf.checkpoint import HFCheckpoint, unfinished, write_hf
 from miles_like.pipeline.dequantize import check_finite
 from miles_like.pipeline.quant_report import PLOTS, QuantReport
 from quant.formats.codec import Codec, QuantTensor
@@ -66,30 +67,33 @@ def quantize_checkpoint(
     spec: QuantSpec,
     *,
     report: QuantReport | None = None,
+    watch: Watch = unwatched,
     shard_bytes: int = 5 << 30,
 ) -> int:
     """Write the unquantized model directory `src` to `dst` in the format `spec`; return the bytes of tensor data.
 
     Weights that share a scale are read together and everything else in order, so that only a few tensors are in memory
     at a time. The configuration gets `quantization_config`, tokenizer files are copied, and a manifest is written.
-    `report` is filled, and written into `dst`. Raises ValueError, leaving no `dst`, for a source that is already
-    quantized, of which no weight would be quantized, with a weight whose shape the format does not support (before
-    anything is written), or with values that are not finite; and as `HFCheckpoint` and `write_hf` do.
+    `report` is filled, and written into `dst`; `watch` shows the progress. Raises ValueError, leaving no `dst`, for a
+    source that is already quantized, of which no weight would be quantized, with a weight whose shape the format does
+    not support (before anything is written), or with values that are not finite; and as `HFCheckpoint` and `write_hf`
+    do.
     """
     hf, codec = unquantized(src), make_codec(spec)
     nbytes = quantized_bytes(hf, spec)
     tensors = in_bundles(hf.names(), lambda name: hf.info(name).shape, hf.read, spec)
     stored = quantize_stream(tensors, spec) if report is None else _measured(tensors, spec, codec, report)
     sums = Sums()
-    return write_hf(
-        dst,
-        sums.of(stored),
-        quantized_config(hf.config, spec, sorted(hf.names())),
-        copy_from=src,
-        shard_bytes=shard_bytes,
-        nbytes=nbytes,
-        beside=partial(_write_beside, report, sums),
-    )
+    with watch(unfinished(dst), nbytes):
+        return write_hf(
+            dst,
+            sums.of(stored),
+            quantized_config(hf.config, spec, sorted(hf.names())),
+            copy_from=src,
+            shard_bytes=shard_bytes,
+            nbytes=nbytes,
+            beside=partial(_write_beside, report, sums),
+        )
 
 
 def _write_beside(report: QuantReport | None, sums: Sums, directory: Path) -> None:
