@@ -33,6 +33,7 @@ from miles_like.pipeline.fetch import content, describe, fetch, is_taken_as_it_i
 from miles_like.pipeline.rollout_checkpoint import store_served
 from miles_like.pipeline.run_directory import Mode, check_nothing_lost, clear_run_dir, summary_files
 from miles_like.pipeline.stage_names import STAGES
+from miles_like.report.console import counted
 from miles_like.staging.stage_files import HF, MEGATRON, NodeNeed, layout_inputs, stage_plan
 from miles_like.storage.completion import (
     ABSENT,
@@ -225,7 +226,7 @@ def _plan_training(
     each = f", {train.steps_per_rollout} optimizer steps each" if train.steps_per_rollout > 1 else ""
     return Stage(
         name="train",
-        what=f"Training: {train.steps} steps of {train.groups_per_step} {_of_a_step(config)}{each}",
+        what=f"Training: {counted(train.steps, 'step')} of {train.groups_per_step} {_of_a_step(config)}{each}",
         key=input_key("train", {"after": after, "config": _of_training(config), "data": _data(config)}),
         directory=run_dir,
         size=None,

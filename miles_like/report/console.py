@@ -119,6 +119,11 @@ def remaining_s(rows: Rows, *, steps: int) -> float | None:
     return None if step_s is None else step_s * (steps - last[0])
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """`02:10`, `1:02:10`, `2 d 01:02:10`."""
     minutes, s = divmod(round(max(seconds, 0.0)), 60)
@@ -182,7 +187,7 @@ def headline_keys(rows: Rows) -> list[str]:
 
 def summary_table(rows: Rows, *, whole: bool = False) -> Table:
     """First, last and best values of a run. whole: of every metric that was measured."""
-    table = Table(title=f"{int(rows[-1]['step'])} steps", title_justify="left")
+    table = Table(title=counted(int(rows[-1]["step"]), "step"), title_justify="left")
     table.add_column("metric")
     for name in ("first", "last", "best"):
         table.add_column(name, justify="right")

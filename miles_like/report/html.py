@@ -10,7 +10,7 @@ from pathlib import Path
 
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.limits.regular_files import MIB, check_inside, parse_json, read_own, replace_bytes
-from miles_like.report.console import first_last_best, reported_keys
+from miles_like.report.console import counted, first_last_best, reported_keys
 
 SHOWN_SAMPLES = 8
 METRICS_BYTES, ROLLOUTS_BYTES, CONFIG_BYTES = 512 * MIB, 1024 * MIB, 16 * MIB  # largest file that is read
@@ -120,7 +120,7 @@ def _text(path: Path, directory: Path, limit: int) -> str:
 
 def _subtitle(rows: Sequence[Mapping[str, float]]) -> str:
     last = rows[-1]
-    parts = [f"{int(last['step'])} optimizer steps"]
+    parts = [counted(int(last["step"]), "optimizer step")]
     if math.isfinite(last.get("wall_s", math.nan)):
         parts.append(f"{last['wall_s']:.0f} s")
     if math.isfinite(last.get("tokens_total", math.nan)):

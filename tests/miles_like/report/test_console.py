@@ -110,7 +110,8 @@ def test_the_whole_summary_has_every_metric_and_no_control_character() -> None:
     out = io.StringIO()
     Console(file=out, width=200).print(summary_table(rows, whole=True))
     shown = out.getvalue()
-    assert all(f" {key} " in shown for key in (*FIGURES, "[bold]")) and "\x1b" not in shown and "step " not in shown
+    assert all(f" {key} " in shown for key in (*FIGURES, "[bold]")) and "\x1b" not in shown and "│ step " not in shown
+    assert shown.splitlines()[0].strip() == "1 step"
 
 
 def test_a_resumed_run_counts_its_steps_and_seconds_from_the_beginning() -> None:
