@@ -218,6 +218,8 @@ Preset: TypeAlias = Literal[
     "decoupled_ppo",
     "remax",
     "opo",
+    "clip_cov",
+    "kl_cov",
 ]
 # always 0 with one sample per prompt
 GROUP_LEVEL = ("grpo", "dr_grpo", "rloo", "maxrl", "opo", "remax", "reinforce_pp_baseline")
@@ -238,6 +240,8 @@ PRESETS: dict[Preset, dict[str, str | float]] = {
     "decoupled_ppo": {"loss": "decoupled"},
     "remax": {"advantage": "remax", "loss": "reinforce", "aggregation": "sequence_sum"},
     "opo": {"advantage": "opo"},
+    "clip_cov": {"loss": "clip_cov"},
+    "kl_cov": {"loss": "kl_cov"},
 }
 
 
