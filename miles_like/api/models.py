@@ -163,12 +163,13 @@ def verify(
         UserError: options that exclude each other, a server of another model, a process that failed.
     """
     from miles_like.config.load import load_config
+
+    loaded = load_config(source_of(config), override_list(overrides))
     from miles_like.run import assemble
     from miles_like.run.verify import VerifyOptions
     from rollout.server_key import given_key
     from rollout.server_url import server_url
 
-    loaded = load_config(source_of(config), override_list(overrides))
     for url in servers:
         server_url(url)
     try:

@@ -42,6 +42,9 @@ def train(
 ) -> None:
     """Train a model: fetch, dequantize, convert and stage the checkpoint, then train."""
     with one_sentence(run_dir / "logs"):
+        from miles_like.config.load import load_config
+
+        load_config(config, overrides)  # a mistyped key is answered before the libraries of training are imported
         from miles_like.run.pipeline import PipelineOptions, run_pipeline
 
         options = PipelineOptions(
