@@ -23,7 +23,7 @@ from miles_like.commands.options import Command, Group
 from miles_like.commands.output import LOG_LEVELS, set_output
 from miles_like.commands.plan import plan
 from miles_like.commands.quantize import dequantize, quantize
-from miles_like.commands.report import report
+from miles_like.commands.report import compare, report
 from miles_like.commands.serve import serve
 from miles_like.commands.simulate import simulate
 from miles_like.commands.train import demo, init, train
@@ -44,6 +44,7 @@ _PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "eval": evaluate,
         "calibrate": calibrate,
         "report": report,
+        "compare": compare,
     },
     CHECKPOINTS: {"export": export, "quantize": quantize, "dequantize": dequantize, "serve": serve},
     PLANS: {"plan": plan, "simulate": simulate, "doctor": doctor},

@@ -18,6 +18,7 @@ RUN_FILES = (
     "config.toml",
     "metrics.jsonl",
     "ledger.jsonl",
+    "starts.jsonl",
     "report.html",
     "plots",
     "published",

@@ -1,7 +1,9 @@
-"""Writes report.html of a run directory: plots, figures, ledger, first and last samples, configuration."""
+"""Writes report.html of a run directory: plots, figures, discarded samples, first and last samples, starts,
+configuration. The page is one file, without anything that is fetched from elsewhere."""
 
 from __future__ import annotations
 
+import base64
 import html
 import math
 import re
@@ -10,7 +12,8 @@ from pathlib import Path
 
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.limits.regular_files import MIB, check_inside, parse_json, read_own, replace_bytes
-from miles_like.report.console import counted, first_last_best, reported_keys
+from miles_like.report.console import counted, first_last_best, headline_keys
+from miles_like.report.provenance import starts
 
 SHOWN_SAMPLES = 8
 METRICS_BYTES, ROLLOUTS_BYTES, CONFIG_BYTES = 512 * MIB, 1024 * MIB, 16 * MIB  # largest file that is read
@@ -22,7 +25,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-
   padding: 0 1em; }
 h1 { font-size: 1.5em; margin-bottom: 0; } h2 { font-size: 1.15em; margin-top: 2.2em; }
 .sub { color: #666; margin-top: .2em; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 12px; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 12px; }
 .plots img { width: 100%; border: 1px solid #e4e4e4; border-radius: 6px; }
 table { border-collapse: collapse; } th, td { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; }
 th { color: #666; font-weight: 600; } tr { border-bottom: 1px solid #eee; }
@@ -50,12 +53,13 @@ def write_report(run_dir: Path) -> Path:
             f"<h1>{name}</h1>",
             f'<p class="sub">{_subtitle(rows)}</p>',
             '<div class="plots">',
-            *(f'<img src="plots/{p.name}" alt="{TITLES[p.stem]} over optimizer steps">' for p in images),
+            *(_image(p, TITLES[p.stem]) for p in images),
             "</div>",
             "<h2>Figures</h2>",
             _figures(rows),
             *_ledger(run_dir / "ledger.jsonl"),
             *_rollouts(run_dir / "rollouts"),
+            *_starts(run_dir),
             *_config(run_dir / "config.toml"),
         ]
     )
@@ -67,6 +71,11 @@ def write_report(run_dir: Path) -> Path:
     )
     replace_bytes(path, page.encode("utf-8", "backslashreplace"))  # a file's name or text may hold a lone surrogate
     return path
+
+
+def _image(path: Path, title: str) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<img id="plot-{path.stem}" src="data:image/png;base64,{data}" alt="{title} over optimizer steps">'
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -129,21 +138,40 @@ def _subtitle(rows: Sequence[Mapping[str, float]]) -> str:
 
 
 def _figures(rows: Sequence[Mapping[str, float]]) -> str:
+    """The main metrics, then all of them in groups that are folded."""
+    groups: dict[str, list[str]] = {}
+    for key in dict.fromkeys(key for row in rows for key in row if key != "step"):
+        groups.setdefault(key.partition("/")[0], []).append(key)
+    out = [_table(rows, headline_keys(rows)), '<p class="sub">docs/metrics.md defines each metric.</p>']
+    for name, keys in groups.items():
+        out.append(f"<details><summary>{html.escape(name)} ({len(keys)})</summary>{_table(rows, keys)}</details>")
+    return "\n".join(out)
+
+
+def _table(rows: Sequence[Mapping[str, float]], keys: Sequence[str]) -> str:
     out = ['<table><tr><th>metric</th><th class="n">first</th><th class="n">last</th><th class="n">best</th></tr>']
-    for key in reported_keys(rows):
+    for key in keys:
         found = first_last_best(rows, key)
         if found is not None:
-            cells = "".join(f'<td class="n">{"" if v is None else f"{v:.4g}"}</td>' for v in found)
+            cells = "".join(f'<td class="n">{"" if v is None else _number(v)}</td>' for v in found)
             out.append(f"<tr><td><code>{html.escape(key)}</code></td>{cells}</tr>")
     return "\n".join([*out, "</table>"])
 
 
+def _number(value: float) -> str:
+    """Four digits; all of a large number's: 49,612."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
 def _ledger(path: Path) -> list[str]:
-    """The section about issued, trained and discarded samples, from the ledger file alone."""
+    """The section about issued, trained and discarded samples, from the ledger file alone; a sentence where none was
+    discarded."""
     if not path.exists():  # a run without a rollout has no ledger
         return []
     check_inside(path, path.parent)
     found = audit(path)
+    if found.steps and not (found.wrong or found.unfinished or found.reasons):
+        return ['<p class="right">Every sample issued was trained once, or is in flight; none was discarded.</p>']
     out = ["<h2>Ledger</h2>"]
     if found.wrong is not None:
         out.append(f'<p class="wrong">{html.escape(found.wrong)}. Nothing after it is counted here.</p>')
@@ -165,18 +193,31 @@ def _ledger(path: Path) -> list[str]:
 
 
 def _rollouts(folder: Path) -> list[str]:
-    """The first sample of each of the first groups, at the first and the last step with a file."""
+    """Of the first samples of all groups, at the first and the last step with a file, those of the highest and the
+    lowest rewards."""
     files = {int(m[1]): p for p in folder.glob("step_*.jsonl") if (m := re.fullmatch(r"step_(\d+)\.jsonl", p.name))}
     out: list[str] = []
     for step in sorted({min(files), max(files)} if files else ()):
-        firsts = _first_samples(files[step], folder.parent)
+        firsts = sorted(_first_samples(files[step], folder.parent), key=_reward, reverse=True)
+        half = SHOWN_SAMPLES // 2
+        shown = firsts if len(firsts) <= SHOWN_SAMPLES else [*firsts[:half], *firsts[-half:]]
+        which = "" if shown is firsts else f", the {half} of highest and the {half} of lowest reward"
         out.append(f"<h2>Samples at step {step}</h2>")
+        out.append(f'<p class="sub">The first answer to each of {counted(len(firsts), "prompt")}{which}.</p>')
         out.append(
             '<table><tr><th>prompt</th><th>response</th><th>answer</th><th class="n">reward</th><th>end</th></tr>'
         )
-        out += [_sample_row(s) for s in firsts]
+        out += [_sample_row(s) for s in shown]
         out.append("</table>")
     return out
+
+
+def _reward(sample: Mapping[str, object]) -> float:
+    """For sorting: what is no finite number comes last."""
+    reward = sample["reward"]
+    if isinstance(reward, int | float) and math.isfinite(reward):
+        return float(reward)
+    return -math.inf
 
 
 def _first_samples(path: Path, run_dir: Path) -> list[Mapping[str, object]]:
@@ -190,8 +231,8 @@ def _first_samples(path: Path, run_dir: Path) -> list[Mapping[str, object]]:
         missing = [k for k in _SHOWN if not isinstance(sample, dict) or k not in sample]
         if missing:
             raise ValueError(f"{path} line {number} is not a sample, it has no {missing[0]!r}: remove that line")
-        if sample["index"] == 0 and len(firsts) < SHOWN_SAMPLES:
-            firsts.append(sample)
+        if sample["index"] == 0:
+            firsts.append({k: sample[k] for k in _SHOWN})
     return firsts
 
 
@@ -204,6 +245,22 @@ def _sample_row(sample: Mapping[str, object]) -> str:
         f'<tr>{texts}<td class="n {"right" if positive else "wrong"}">{shown}</td>'
         f"<td>{html.escape(str(sample['finish']))}</td></tr>"
     )
+
+
+def _starts(run_dir: Path) -> list[str]:
+    """Date, host, command, commit and versions of each start of the run."""
+    found = starts(run_dir)
+    if not found:
+        return []
+    out = ["<h2>Started</h2>", "<table>"]
+    out.append("<tr><th>when</th><th>host</th><th>command</th><th>commit</th><th>versions</th></tr>")
+    for one in found:
+        versions = one.get("versions")
+        names = versions.items() if isinstance(versions, dict) else ()
+        cells = [str(one.get(key) or "") for key in ("started", "host", "command")]
+        cells += [str(one.get("commit") or "")[:12], ", ".join(f"{name} {version}" for name, version in names)]
+        out.append("<tr>" + "".join(f"<td><code>{html.escape(cell)}</code></td>" for cell in cells) + "</tr>")
+    return [*out, "</table>"]
 
 
 def _config(path: Path) -> list[str]:

@@ -267,9 +267,10 @@ def _time(ax: Axes, rows: Rows) -> bool:
 
 
 def _ledger(ax: Axes, rows: Rows) -> bool:
-    """The rows hold totals since the run began; each bar is the increase of one step."""
+    """The rows hold totals since the run began; each bar is the increase of one step. False too where nothing was
+    discarded."""
     complete = [r for r in rows if all(math.isfinite(r.get(f"ledger/{k}", math.nan)) for k in FATES)]
-    if not complete:
+    if not any(r["ledger/discarded"] for r in complete):
         return False
     bars = []
     for name, colour in FATES.items():

@@ -9,9 +9,7 @@ from rich.console import Console
 
 from miles_like.checkpoint import run_state
 from miles_like.cluster.trainer_ranks import RayTrainer
-from miles_like.config.load import store_config
 from miles_like.loop.saver import Saver
-from miles_like.report.html import write_report
 from miles_like.report.progress import PhaseBar
 from miles_like.run.setup.launcher import Launcher, freeze_gc
 from miles_like.run.setup.model_plan import ModelPlan
@@ -33,7 +31,7 @@ def train_supervised(plan: ModelPlan, console: Console, *, resume: bool, launche
     examples, held_out = read_examples(plan)
     files = RunFiles(plan, console)
     resumed = files.resume() if resume else None
-    store_config(c, plan.run_dir / "config.toml")
+    files.begin()
     started = time.perf_counter()
     trainer = launcher.trainer(plan, objective.loss)
     sets = ", ".join(f"{name} {len(x)}" for name, x in held_out.items()) or "none"
@@ -45,8 +43,7 @@ def train_supervised(plan: ModelPlan, console: Console, *, resume: bool, launche
     baseline = MismatchedKl(trainer=trainer, packer=packs) if objective.has_baseline else None
     batches = Batches(packer=packs, baseline=baseline)
     run_to_end(_loop(files, resumed, trainer, batches, examples, held_out, stop), stop, c.checkpoint.grace_s)
-    write_report(plan.run_dir)
-    console.print(f"{'':12}Report: {plan.run_dir / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+    files.end()
 
 
 def read_examples(plan: ModelPlan) -> tuple[list[SampleGroup], dict[str, list[SampleGroup]]]:

@@ -20,7 +20,6 @@ from miles_like.alignment.server_checks import RunChecks
 from miles_like.batch.packer import Packer
 from miles_like.cluster.rollout_servers import RayServers
 from miles_like.cluster.trainer_ranks import RayTrainer
-from miles_like.config.load import store_config
 from miles_like.config.run import RunConfig
 from miles_like.experience.experience import Experience
 from miles_like.experience.teachers import Teachers
@@ -36,7 +35,6 @@ from miles_like.loop.state import KNOWN_ANSWER, LoopState
 from miles_like.loop.step_bounds import StepBounds
 from miles_like.preflight.checks import check_over_sampling
 from miles_like.protocols import Algorithm, RolloutEngine, TrainerRanks
-from miles_like.report.html import write_report
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards
 from miles_like.run.alignment import check_bits, server_checks
@@ -109,8 +107,7 @@ def train(
     runner = rollout.episode_runner()
     prompts, files = read_prompts(plan, console), RunFiles(plan, console)
     resumed = files.resume() if resume else None
-    plan.run_dir.mkdir(parents=True, exist_ok=True)
-    store_config(plan.config, plan.run_dir / "config.toml")
+    files.begin()
     teachers = _teachers(rollout, launcher, console)
     teachers.prepare()
     started, say = time.perf_counter(), partial(_say, console)
@@ -145,8 +142,7 @@ def train(
         )
         with servers.naming_failures(), teachers.naming_failures():
             run_to_end(run.loop(urls), run.stop, plan.config.checkpoint.grace_s)
-    write_report(plan.run_dir)
-    console.print(f"{'':12}Report: {plan.run_dir / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+    files.end()
 
 
 def _ready(plan: ModelPlan, servers: int, seconds: float, *, critic: bool) -> str:

@@ -301,7 +301,8 @@ def read_rollouts(path: Path, version: int) -> list[SampleGroup]:
     if versions not in ([], [version]):
         raise ValueError(
             f"{path} contains tokens of weight versions {versions}, but the trainer has version {version}: pass "
-            "the checkpoint of that version (--checkpoint RUN/checkpoints/step_N), and samples of one version"
+            f"checkpoint of that version (--checkpoint RUN/checkpoints/step_N), or samples of version {version} alone, "
+            f"in a synchronous run those of RUN/rollouts/step_{version + 1}.jsonl"
         )
     return [
         SampleGroup(prompt=Prompt(id=s.prompt_id, token_ids=tuple(s.token_ids.tolist()), answer=""), samples=(s,))

@@ -102,6 +102,7 @@ def _stage(
     from miles_like.cluster.factories import MegatronFactory
     from miles_like.config.load import load_config
     from miles_like.run import supervised as supervised_module
+    from miles_like.run.setup import trainer_side
     from miles_like.run.setup.launcher import Launcher
     from miles_like.run.setup.model_plan import model_plan
 
@@ -117,7 +118,8 @@ def _stage(
             made.append(Alone(factory(0, 1, "127.0.0.1", free_port()), sigterm_in))
             return made[0]
 
-    supervised_module.freeze_gc = supervised_module.write_report = lambda *_: None
+    supervised_module.freeze_gc = lambda *_: None
+    trainer_side.write_report = lambda run_dir: run_dir / "report.html"
     plan = model_plan(config, run_dir, where / "hf", where / "megatron")
     supervised_module.train_supervised(plan, Console(file=io.StringIO()), resume=resume, launcher=OneRank())
     return made[0].bits

@@ -18,9 +18,11 @@ from miles_like.checkpoint.random_state import RANDOM, set_random_state
 from miles_like.checkpoint.resume_check import resume_differences
 from miles_like.checkpoint.run_state import RunState
 from miles_like.checkpoint.writer import CONFIG, FILES, KEPT, RunCheckpoints
+from miles_like.config.load import store_config
 from miles_like.protocols import TrainerRanks
 from miles_like.report.console import ConsoleSink
-from miles_like.report.html import read_metrics
+from miles_like.report.html import read_metrics, write_report
+from miles_like.report.provenance import note_start
 from miles_like.report.sinks import JsonlSink, MultiSink, TensorboardSink
 from miles_like.report.speed import SpeedMeter
 from miles_like.run.setup.model_plan import ModelPlan
@@ -126,6 +128,22 @@ class RunFiles:
         if (rows := plan.run_dir / METRICS).exists() and rows.stat().st_size:
             self.earlier = read_metrics(rows)
         return resumed
+
+    def begin(self) -> None:
+        """Stores the configuration and a line about this start, and prints where the curves will be. Raises ValueError
+        where the disk is full."""
+        run_dir = self.plan.run_dir
+        run_dir.mkdir(parents=True, exist_ok=True)
+        store_config(self.plan.config, run_dir / "config.toml")
+        note_start(run_dir)
+        self._say(f"Curves: tensorboard --logdir {run_dir / 'tensorboard'}")
+
+    def end(self) -> None:
+        """Writes the report, and prints its URL."""
+        self._say(f"Report: {write_report(self.plan.run_dir).resolve().as_uri()}")
+
+    def _say(self, text: str) -> None:
+        self.console.print(f"{'':12}{text}", markup=False, highlight=False, soft_wrap=True)
 
     def sink(self, first: int = 0) -> MultiSink:
         """The sinks of a run that begins at step `first`: metrics.jsonl, TensorBoard, the best checkpoint, the

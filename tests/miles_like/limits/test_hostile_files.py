@@ -227,7 +227,9 @@ def test_files_of_a_forged_state_stay_in_the_folder(tmp_path: Path, outside: Pat
     assert outside.read_text() == SECRET
 
 
-@pytest.mark.parametrize("name", ["config.toml", "ledger.jsonl", "metrics.jsonl", "rollouts/step_1.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["config.toml", "ledger.jsonl", "metrics.jsonl", "rollouts/step_1.jsonl", "starts.jsonl"]
+)
 @pytest.mark.parametrize("to", ["outside", "/dev/zero"])
 def test_a_report_shows_no_file_from_outside_and_never_ends_in_a_device(
     name: str, to: str, tmp_path: Path, outside: Path

@@ -6,6 +6,7 @@ damaged. Not covered: how the plots look; that is for eyes.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from miles_like.report.metrics import write_rollouts
 from miles_like.report.sinks import JsonlSink
 from tests.support.cli_runner import CliRunner
 from tests.support.made_samples import group, sample
-from tests.support.refusals import refuses
+from tests.support.refusals import check_refusal, refuses
 
 FULL = {
     "rollout/reward/mean": 0.5,
@@ -56,9 +57,10 @@ def test_a_whole_run(tmp_path):
     assert done.exit_code == 0 and all(f" {key} " in done.output for key in (*FULL, "tokens_total"))
     page = (tmp_path / "report.html").read_text()
     names = ["reward", "accuracy", "loss", "entropy", "mismatch", "routing", "time"]
-    assert re.findall(r'src="plots/(\w+)\.png"', page) == names
+    assert plots(page) == names
     for name in names:
-        assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        data = (tmp_path / "plots" / f"{name}.png").read_bytes()
+        assert data.startswith(b"\x89PNG") and base64.b64encode(data).decode() in page, "a page that is mailed has them"
     assert "39 optimizer steps · 390,000 response tokens" in page
     assert (
         '<code>eval/tiny/avg@1</code></td><td class="n">0.125</td><td class="n">0.25</td><td class="n">0.25</td>'
@@ -67,7 +69,30 @@ def test_a_whole_run(tmp_path):
     assert re.findall(r"Samples at step (\d+)", page) == ["1", "39"]
     assert "&lt;1&gt;" in page and "&lt;39&gt;" in page and "&lt;9&gt;" not in page
     assert "seed = 0 # &lt;b&gt;" in page and "<b>" not in page
-    assert "http" not in page  # nothing is fetched from anywhere
+    assert not re.search(r'http|src="(?!data:)|href=', re.sub(r'base64,[^"]*', "", page)), "something is fetched"
+    assert re.findall(r"<summary>(\w+) \((\d+)\)", page) == [
+        *(("eval", "2"), ("rollout", "1"), ("train", "1"), ("mismatch", "3"), ("routing", "2"), ("perf", "4")),
+        ("tokens_total", "1"),
+    ]
+
+
+def plots(page):
+    return re.findall(r'<img id="plot-(\w+)"', page)
+
+
+def test_samples_of_high_and_low_rewards_are_shown(tmp_path):
+    """Of many prompts; those without a score, which count as lowest, too."""
+    write(tmp_path, [(1, {"a": 49612.4}), (2, {"a": 1e-9})])
+    rewards = [*(i / 20 for i in range(18)), None, 0.3]
+    groups = [group([sample(f"p{i}", text=f"t{i}", reward=r), sample(f"p{i}", 1)]) for i, r in enumerate(rewards)]
+    write_rollouts(tmp_path / "rollouts" / "step_1.jsonl", groups)
+    write_rollouts(tmp_path / "rollouts" / "step_2.jsonl", groups[:3])
+    page = write_report(tmp_path).read_text()
+    first, _, last = page.partition("<h2>Samples at step 2</h2>")
+    assert re.findall(r"<code>t(\d+)</code>", first) == ["17", "16", "15", "14", "2", "1", "0", "18"]
+    assert "20 prompts, the 4 of highest and the 4 of lowest reward" in first and "each of 3 prompts.<" in last
+    assert re.findall(r"<code>t(\d+)</code>", last) == ["2", "1", "0"]
+    assert '<td class="n">49,612</td><td class="n">1e-09</td>' in page
 
 
 def kept_ledger(folder):
@@ -88,7 +113,7 @@ def kept_ledger(folder):
 def test_the_ledger_of_a_run(tmp_path):
     write(tmp_path, kept_ledger(tmp_path))
     page = write_report(tmp_path).read_text()
-    assert re.findall(r'src="plots/(\w+)\.png"', page) == ["ledger"]
+    assert plots(page) == ["ledger"]
     assert "Every sample issued was trained once, discarded once, or is in flight." in page
     cells = re.findall(r'<tr><td>([^<]*)</td><td class="n">(\d+)</td><td class="n">([\d.]+%)', page)
     names = ("issued", "trained", "in flight", "discarded: too &lt;old&gt;")
@@ -102,10 +127,38 @@ def test_the_ledger_of_a_run(tmp_path):
     assert "3 lines after the last complete step are of an unfinished step" in write_report(tmp_path).read_text()
 
 
+def test_a_ledger_without_discarded_samples_is_a_sentence(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.issue(0, "p", 2)
+    ledger.train(1, 0, group([sample(index=i) for i in range(2)]))
+    ledger.flush(1)
+    write(tmp_path, [(1, ledger.metrics())])
+    ledger.close()
+    page = write_report(tmp_path).read_text()
+    assert "none was discarded" in page and "<h2>Ledger" not in page and plots(page) == []
+
+
+def test_runs_are_compared_side_by_side(tmp_path):
+    rows = {"a": (0.25, 0.5), "b": (0.5, 0.125)}
+    for name, rewards in rows.items():
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, [(i, {"rollout/reward/mean": r, f"of/{name}": 1.0}) for i, r in enumerate(rewards, 1)])
+    done = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b")])
+    lines = {line.split()[1]: line for line in done.output.splitlines() if line.startswith("│")}
+    assert done.exit_code == 0 and "0.25 -> 0.5 (0.5)" in lines["rollout/reward/mean"]
+    assert "0.5 -> 0.125 (0.5)" in lines["rollout/reward/mean"] and set(lines) == {"rollout/reward/mean"}
+    assert f"{tmp_path}/a: 2 steps" in done.output
+    done = CliRunner().invoke(app, ["compare", "--all", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert " of/a " in done.output and " of/b " in done.output
+    refused = CliRunner().invoke(app, ["compare", str(tmp_path / "a")])
+    assert refused.exit_code == 2
+    check_refusal(refused.stderr, tmp_path / "a", "two")
+
+
 def test_missing_keys_are_skipped(tmp_path):
     write(tmp_path, [(1, {"train/entropy": 1.0, "rollout/reward/mean": math.nan}), (2, {"train/entropy": 0.5})])
     page = write_report(tmp_path).read_text()
-    assert re.findall(r'src="plots/(\w+)\.png"', page) == ["entropy"]
+    assert plots(page) == ["entropy"]
     assert "Samples" not in page and "Configuration" not in page and "Ledger" not in page
 
 
