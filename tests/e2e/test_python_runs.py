@@ -1,7 +1,8 @@
-"""`miles_like.train` inside a notebook's event loop, and what `miles-like init` writes, run whole.
+"""`miles_like.train` inside a notebook's event loop and in a Jupyter kernel, and what `miles-like init` writes, run
+whole.
 
-Few steps: that they are the right ones is tests/e2e/test_pipeline.py's. Not covered: that a task is learned, Jupyter
-itself.
+Few steps: that they are the right ones is tests/e2e/test_pipeline.py's. Not covered: that a task is learned, notebooks'
+front ends.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
-from tests.e2e.conftest import LIMIT_S, SMALL, environment
+from tests.e2e.conftest import LIMIT_S, ROOT, SMALL, environment
 from tests.support.command import Commands
 from tests.support.installed import without_checkout
+from tests.support.pages import blocks
 
 ONE = ("--set", "train.steps=1")
 LONG = pytest.mark.long(beside="tests/e2e/test_python_runs.py")
@@ -88,3 +92,27 @@ def test_what_init_writes_runs_as_it_is_without_the_checkout(
     assert [row["step"] for row in rows] == [0, 1]
     wanted = {"sft": "train/loss", "agent": "rollout/turns/mean", "tool": "rollout/reward/called/mean"}
     assert wanted.get(task, "rollout/reward/last_digit/mean") in rows[1]
+
+
+@LONG
+def test_the_ten_lines_of_the_page_run_in_a_jupyter_kernel(home: Path, tmp_path: Path) -> None:
+    """With fewer steps. What a run prints stands below its cell, a mistake is one sentence, and the kernel goes on."""
+    page = ROOT / "docs" / "python_api.md"
+    lines = next(block.text for block in blocks(page) if block.language == "python")
+    assert len([line for line in lines.splitlines() if line.strip()]) <= 10
+    few = {name: int(value) for name, value in (word.split("=") for word in SMALL if word != "--set")}
+    ten = lines.replace("runs/mine", str(home / "kernel")).replace('{"train.steps": 20}', f"{few | {'train.steps': 1}}")
+    assert ten.count("/kernel") == 2 and "'train.steps': 1}" in ten
+    mistake = "miles_like.train('trainy', run_dir='runs/other')"
+    cells = [ten, mistake, "result.rows[-1]['step'], len(result.samples(1)), result.checkpoint.name"]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    where = {"metadata": {"path": str(tmp_path)}}
+    client = NotebookClient(book, timeout=int(LIMIT_S), kernel_name="python3", resources=where, allow_errors=True)
+    first, second, third = (cell.outputs for cell in client.execute().cells)
+    assert [one.ename for one in first if one.output_type == "error"] == [], first
+    shown = "".join(one.get("text") or one.get("data", {}).get("text/plain", "") for one in first)
+    assert "step 1/1" in shown and "rollout/reward/mean" in shown
+    (failed,) = (one for one in second if one.output_type == "error")
+    assert failed.ename == "UserError" and "trainy" in failed.evalue and "tiny_sft" in failed.evalue
+    assert third[0].data["text/plain"] == "(1, 24, 'step_1')"
+    assert (home / "kernel_hf" / "model.safetensors").is_file()
