@@ -1,4 +1,4 @@
-"""The tutorials, command by command, as a reader runs them who has installed the package and has no checkout: every
+"""The tutorials, command by command, as a reader runs them with the installed package and without a checkout: every
 block of their pages, in order. Of the other pages the commands that need no other machine, on tiny models with one
 step, in the checkout.
 

@@ -1,4 +1,4 @@
-"""The wheel of this checkout, and a fresh environment in which it is installed: what a user has who has no checkout.
+"""The wheel of this checkout, and a fresh environment in which it is installed: what a user without a checkout has.
 
 A plugin of tests/conftest.py, whose fixtures tests of every folder use.
 """

@@ -46,8 +46,10 @@ def test_the_commit_is_the_one_that_git_names(tmp_path: Path) -> None:
     home = tmp_path / "repository"
 
     def git(*words: str, at: Path = home) -> str:
-        who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-        return subprocess.run(["git", *who, *words], cwd=at, check=True, capture_output=True, text=True).stdout.strip()
+        author = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        return subprocess.run(
+            ["git", *author, *words], cwd=at, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     home.mkdir()
     git("init", "--quiet", "--initial-branch", "feature/one")
