@@ -327,10 +327,9 @@ def write_hf(
     """Write a model directory; return the bytes of tensor data.
 
     Tensors are written as they arrive, in files of about `shard_bytes`, into `unfinished(path)`, which is renamed when
-    all is on disk; on an error neither is left. `copy_from`: a model directory whose tokenizer, generation config and
-    other companion files are copied. `nbytes`, where known, is checked against the free space beforehand. `beside`:
-    called with the unfinished directory, to write more into it. Raises ValueError for a duplicate name, a dtype that is
-    not supported, or a `path` that exists; OSError naming path and bytes when the disk is full.
+    all is on disk; on an error neither is left. `copy_from`: a model directory whose companion files are copied.
+    `nbytes`, where known, is checked against the free space before. `beside`: called with the unfinished directory.
+    Raises ValueError for a duplicate name, an unknown dtype or a `path` that exists, OSError when the disk is full.
     """
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
