@@ -20,6 +20,8 @@ from typing import Any
 
 from figures import ROOT, write_block
 
+from miles_like.report.console import step_line
+
 README = ROOT / "README.md"
 GOALS = {"command_s_max": 600}
 COMMAND = (sys.executable, "scripts/run_deepseek.py", "--config", "configs/tiny.toml", "--run-dir")
@@ -53,14 +55,9 @@ def read(run: Path) -> tuple[list[str], dict[str, Any]]:
     """-> (the console's lines of the first and last steps, figures)."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     before, first, last = rows[0], rows[1], rows[-1]
-    steps = last["step"]
     accuracy = "eval/heldout/avg@1"
-    lines = [
-        "```",
-        f"step {0:>3}/{steps}  heldout/avg@1 {before[accuracy]:.3f}",
-        *(step_line(row, steps) for row in (first, last)),
-        "```",
-    ]
+    shown = (rows[:1], rows[:2], rows)
+    lines = ["```", *("".join(step_line(some, steps=last["step"], verbose=False)) for some in shown), "```"]
     reward = "rollout/reward/mean"
     return lines, {
         "accuracy_before": round(before[accuracy], 3),
@@ -69,15 +66,6 @@ def read(run: Path) -> tuple[list[str], dict[str, Any]]:
         "reward_last": round(last[reward], 3),
         "train_s": round(sum(row.get("perf/step_s", 0.0) for row in rows)),
     }
-
-
-def step_line(m: dict[str, float], steps: int) -> str:
-    held = f"  heldout/avg@1 {m['eval/heldout/avg@1']:.3f}" if "eval/heldout/avg@1" in m else ""
-    seconds = " ".join(f"{name} {m[f'perf/{name}_s']:.2f}" for name in ("rollout", "train", "publish"))
-    return (
-        f"step {m['step']:>3}/{steps}  reward {m['rollout/reward/mean']:.3f}{held}"
-        f"  mismatch kl {m['mismatch/kl']:.1e} max {m['mismatch/logprob_abs_diff_max']:.1e}  s {seconds}"
-    )
 
 
 def sentence(figures: dict[str, Any]) -> str:

@@ -12,9 +12,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from tests.e2e.conftest import LIMIT_S, ROOT, SMALL, environment
 from tests.support.command import Commands
@@ -97,6 +95,9 @@ def test_what_init_writes_runs_as_it_is_without_the_checkout(
 @LONG
 def test_the_ten_lines_of_the_page_run_in_a_jupyter_kernel(home: Path, tmp_path: Path) -> None:
     """With fewer steps. What a run prints stands below its cell, a mistake is one sentence, and the kernel goes on."""
+    import nbformat
+    from nbclient import NotebookClient
+
     page = ROOT / "docs" / "python_api.md"
     lines = next(block.text for block in blocks(page) if block.language == "python")
     assert len([line for line in lines.splitlines() if line.strip()]) <= 10
