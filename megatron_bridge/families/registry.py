@@ -30,7 +30,7 @@ def family_of(hf_config: HFConfig) -> Family:
     known = sorted(name for family in FAMILIES.values() for name in family.architectures)
     raise ValueError(
         f"architecture {list(architectures)} (model_type {hf_config.get('model_type')!r}) is not supported: "
-        f"architectures in config.json must be one of {known}"
+        f"config.json must name one of {', '.join(known)}; docs/families.md describes how to add a family"
     )
 
 
