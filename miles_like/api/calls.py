@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
+from rich.console import Console
+
 from miles_like.command_errors import user_errors
 from miles_like.stopping import beside_loop
 
@@ -29,6 +31,15 @@ def from_python(function: Callable[P, T]) -> Callable[P, T]:
             return beside_loop(functools.partial(function, *args, **kwargs))
 
     return call
+
+
+def console_of(quiet: bool) -> Console:
+    """In a notebook one that prints plain text: rich would make an HTML block of each line, and Jupyter's output, which
+    calls itself a terminal, does not move a cursor."""
+    console = Console(quiet=quiet)
+    if not console.is_jupyter:
+        return console
+    return Console(quiet=quiet, force_jupyter=False, force_terminal=False, width=console.width)
 
 
 def source_of(config: Config) -> ConfigSource:

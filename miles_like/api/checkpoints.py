@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rich.console import Console
-
-from miles_like.api.calls import from_python
+from miles_like.api.calls import console_of, from_python
 from miles_like.limits.memory_size import parse_bytes
 
 if TYPE_CHECKING:
@@ -172,4 +170,4 @@ def quantize(
 def _progress(what: str, quiet: bool) -> Written:
     from miles_like.report.written import Written
 
-    return Written(what, Console(quiet=quiet))
+    return Written(what, console_of(quiet))

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from miles_like.api.calls import Config, Overrides, from_python, override_list, source_of
+from miles_like.api.calls import Config, Overrides, console_of, from_python, override_list, source_of
 from miles_like.api.training import Reward, reward_overrides
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ def evaluate(
     layers = [*override_list(overrides), short, *reward_overrides(reward)]
     settings = read_evaluation_config(None if config is None else source_of(config), layers, _files(data))
     key = given_key(None if key_file is None else Path(key_file))
-    return EvalAlone(Path(model), settings, Path(run_dir), Console(quiet=quiet), server, key, search).run()
+    return EvalAlone(Path(model), settings, Path(run_dir), console_of(quiet), server, key, search).run()
 
 
 def _files(data: str | Path | Sequence[str] | Mapping[str, str | Path]) -> list[str]:
@@ -182,7 +180,7 @@ def verify(
             layers=layers,
             prompts=prompts,
         )
-        found, plots = assemble.verify(loaded, Path(run_dir), Console(quiet=quiet), ray_address, options)
+        found, plots = assemble.verify(loaded, Path(run_dir), console_of(quiet), ray_address, options)
         return Verified(found, tuple(plots))
     finally:
         assemble.shut_down()
@@ -220,4 +218,4 @@ def plan(
 
     loaded = load_config(source_of(config), override_list(overrides))
     asked = Predictions(device=device, imbalance=imbalance, prompt=prompt, response=response, reward_s=reward_seconds)
-    return make_plan(loaded, asked, Console(quiet=True))
+    return make_plan(loaded, asked, console_of(True))

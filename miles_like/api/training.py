@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rich.console import Console
-
-from miles_like.api.calls import Config, Overrides, from_python, override_list, source_of
+from miles_like.api.calls import Config, Overrides, console_of, from_python, override_list, source_of
 from miles_like.api.results import RunResult
 
 if TYPE_CHECKING:
@@ -77,7 +75,7 @@ def train(
         force=force,
     )
     call_begins()
-    run_pipeline(source_of(config), Path(run_dir), options, Console(quiet=quiet))
+    run_pipeline(source_of(config), Path(run_dir), options, console_of(quiet))
     return RunResult(run_dir)
 
 

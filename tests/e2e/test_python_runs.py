@@ -111,8 +111,9 @@ def test_the_ten_lines_of_the_page_run_in_a_jupyter_kernel(home: Path, tmp_path:
     client = NotebookClient(book, timeout=int(LIMIT_S), kernel_name="python3", resources=where, allow_errors=True)
     first, second, third = (cell.outputs for cell in client.execute().cells)
     assert [one.ename for one in first if one.output_type == "error"] == [], first
-    shown = "".join(one.get("text") or one.get("data", {}).get("text/plain", "") for one in first)
+    shown = "".join(one.text for one in first if one.output_type == "stream")
     assert "step 1/1" in shown and "rollout/reward/mean" in shown
+    assert [one for one in first if one.output_type == "display_data"] == [], "lines are text"
     (failed,) = (one for one in second if one.output_type == "error")
     assert failed.ename == "UserError" and "trainy" in failed.evalue and "tiny_sft" in failed.evalue
     assert third[0].data["text/plain"] == "(1, 24, 'step_1')"

@@ -7,6 +7,7 @@ functions compute, which the commands of the same names share with them.
 from __future__ import annotations
 
 import asyncio
+import builtins
 import json
 import math
 import sys
@@ -16,8 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import miles_like
+from miles_like.api.calls import console_of
 from miles_like.api.training import reward_overrides
 from miles_like.config.load import load_config
 from miles_like.hf.checkpoint import HFCheckpoint
@@ -190,6 +193,17 @@ def test_a_plan_tells_what_fits(called: Callable[..., Any]) -> None:
     assert called(lambda: miles_like.plan(config, device="H200")).fits
     assert not called(lambda: miles_like.plan(config, device="RTX4090")).fits
     assert not miles_like.plan("tiny").on_gpus
+
+
+def test_a_notebook_gets_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich makes an HTML block of each line where it finds Jupyter's shell."""
+    shell = type("ZMQInteractiveShell", (), {})
+    monkeypatch.setattr(builtins, "get_ipython", shell, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # as ipykernel's
+    assert Console().is_jupyter
+    console_of(False).print("[bold]step[/] 1/1")
+    console_of(True).print("nothing")
+    assert capsys.readouterr().out == "step 1/1\n"
 
 
 def test_a_model_is_quantized_and_converted_and_comes_back(tmp_path: Path) -> None:
