@@ -34,8 +34,8 @@ def from_python(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def console_of(quiet: bool) -> Console:
-    """In a notebook one that prints plain text: rich would make an HTML block of each line, and Jupyter's output, which
-    calls itself a terminal, does not move a cursor."""
+    """In a notebook one that prints plain text without bars: rich would make an HTML block of each line there, and
+    Jupyter's output, which some versions call a terminal, has no cursor."""
     console = Console(quiet=quiet)
     if not console.is_jupyter:
         return console

@@ -199,7 +199,7 @@ def test_a_notebook_gets_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     """Rich makes an HTML block of each line where it finds Jupyter's shell."""
     shell = type("ZMQInteractiveShell", (), {})
     monkeypatch.setattr(builtins, "get_ipython", shell, raising=False)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # as ipykernel's
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # as some versions of ipykernel say
     assert Console().is_jupyter
     console_of(False).print("[bold]step[/] 1/1")
     console_of(True).print("nothing")
