@@ -11,7 +11,8 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic_core import PydanticCustomError
 
 from miles_like.types import SamplingParams
 from rollout.embedded.openai.errors import BadRequest
@@ -51,6 +52,21 @@ _Stop = Annotated[
     Discriminator(_kind),
 ]
 _Off = Annotated[float, Field(ge=0, le=0)]  # a penalty, which is not served
+
+
+def _only(wanted: bool | int) -> BeforeValidator:
+    """Before a literal, for which 0 would be false, and true 1."""
+
+    def check(value: object) -> object:
+        if type(value) is not type(wanted):
+            raise PydanticCustomError("literal_error", "want {expected}", {"expected": repr(wanted)})
+        return value
+
+    return BeforeValidator(check)
+
+
+_False, _True = Annotated[Literal[False], _only(False)], Annotated[Literal[True], _only(True)]
+_One = Annotated[Literal[1], _only(1)]
 
 
 class _Model(BaseModel):
@@ -103,9 +119,9 @@ class CompletionBody(SamplingBody):
     prompt: _Prompt
     max_tokens: Count = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    echo: Literal[False] = False
+    echo: _False = False
     suffix: None = None
-    best_of: Literal[1] = 1
+    best_of: _One = 1
 
 
 class ChatBody(SamplingBody):
@@ -116,7 +132,7 @@ class ChatBody(SamplingBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     tools: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] = []
     tool_choice: Literal["auto", "none"] = "auto"
-    parallel_tool_calls: Literal[True] = True
+    parallel_tool_calls: _True = True
     response_format: dict[str, Any] = {"type": "text"}
     chat_template_kwargs: dict[str, Any] = {}
 

@@ -27,7 +27,8 @@ def as_read(schema: Json, models: Sequence[str]) -> Json:
         key: one if key in required else {"anyOf": [one, {"type": "null"}]} for key, one in schema["properties"].items()
     }
     keys["model"] = {"type": "string", "enum": list(models), "description": "the served model"}
-    return schema | {"properties": keys | {key: {"description": "without effect"} for key in sorted(IGNORED)}}
+    keys |= {key: {"description": "without effect"} for key in sorted(IGNORED)}
+    return schema | {"properties": keys, "additionalProperties": {"type": "null"}}
 
 
 def reply_schemas(ref: str) -> Json:
