@@ -121,8 +121,8 @@ RULES = {
     "miles_like.storage": CONTRACTS,
     "miles_like.checkpoint": f"{CONTRACTS} routing_replay miles_like.config.sections miles_like.storage",
     "miles_like.report": f"{CONTRACTS} miles_like.config.sections miles_like.storage miles_like.checkpoint",
-    "miles_like.datasets": f"{CONTRACTS} rollout.prompts miles_like.algorithms miles_like.config miles_like.rewards"
-    " miles_like.storage",
+    "miles_like.datasets": f"{CONTRACTS} rollout.prompts miles_like.config miles_like.rewards miles_like.storage",
+    "miles_like.datasets.sampled": "miles_like.algorithms miles_like.datasets",
     # miles_like: the loop and the processes
     "miles_like.stopping": "",
     "miles_like.experience": f"{CONTRACTS} rollout.concurrency rollout.seeds rollout.sglang rollout.wire"

@@ -193,7 +193,7 @@ class RunConfig(Section):
             "train": (self.train, TrainLoopConfig(), train - {"mtp_coefficient"} if name != "sft" else train),
             "data": (self.data, DataConfig(train=self.data.train), data if pairs else data | {"answer_key"}),
             "eval": (self.eval, EvalConfig(), {"every", "max_prompts", "sets"}),
-            "cluster": (self.cluster, ClusterConfig(), set(ClusterConfig.model_fields) - {"colocate"}),
+            "cluster": (self.cluster, self.cluster.without_turns, set()),
         }
         for n, one in self.eval.sets.items():
             sections[f"eval.sets.{n}"] = (one, SetConfig(path=one.path), {"path", "max_prompts"})

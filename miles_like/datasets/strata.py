@@ -1,14 +1,15 @@
-"""Pass rates of prompts, from the answers that `miles-like eval --answers` writes."""
+"""Answers that `miles-like eval --answers` wrote, by prompt, and the pass rates of the prompts."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from miles_like.datasets.table import Table
+from miles_like.types import Finish
 from rollout.prompts.curriculum import STRATA, stratum
 
 
@@ -21,6 +22,14 @@ class PassRate(NamedTuple):
     @property
     def share(self) -> float:
         return self.passed / self.scored
+
+
+class Answer(NamedTuple):
+    """A scored answer to a prompt."""
+
+    reward: float
+    text: str | None  # None: the file does not have it
+    ended: bool  # by an end token, not at the token limit
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -36,14 +45,14 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield n, found
 
 
-def pass_rates(path: Path, table: Table, pass_at: float) -> Mapping[str, PassRate]:
-    """Prompt id -> its pass rate, of the prompts of the table that were answered and scored.
+def scored_answers(path: Path, table: Table) -> Mapping[str, Sequence[Answer]]:
+    """Prompt id -> its scored answers, of the prompts of the table that have some, in the order of the file.
 
     Of several eval sets in the file the one with the most prompts of the table; of its answers the sampled ones, where
-    a prompt has any, else the greedy one. An answer passes with a reward of `pass_at` or more. Raises ValueError for a
-    file of another form, and where no answer is to a prompt of the table.
+    a prompt has any, else the greedy one. Raises ValueError for a file of another form, and where no answer is to a
+    prompt of the table.
     """
-    rewards: defaultdict[str, defaultdict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(dict))
+    of: defaultdict[str, defaultdict[str, dict[str, list[Answer]]]] = defaultdict(lambda: defaultdict(dict))
     for n, line in json_lines(path):
         name, mode, prompt, reward = (line.get(k) for k in ("set", "mode", "prompt_id", "reward"))
         texts = isinstance(name, str) and isinstance(mode, str) and isinstance(prompt, str)
@@ -52,18 +61,20 @@ def pass_rates(path: Path, table: Table, pass_at: float) -> Mapping[str, PassRat
                 f"{path}, line {n}: expected the keys set, mode, prompt_id and reward, as `miles-like eval "
                 "--answers` writes them"
             )
-        found = rewards[str(name)][str(prompt)].setdefault(str(mode), [])
+        found = of[str(name)][str(prompt)].setdefault(str(mode), [])
         if reward is not None:
-            found.append(reward)
+            text = line.get("response")
+            ended = line.get("finish", Finish.STOP) == Finish.STOP
+            found.append(Answer(reward, text if isinstance(text, str) else None, ended))
     ids = {i.prompt.id for i in table.items}
-    best: Mapping[str, dict[str, list[float]]] = max(
-        rewards.values(), key=lambda of_set: len(of_set.keys() & ids), default={}
+    best: Mapping[str, dict[str, list[Answer]]] = max(
+        of.values(), key=lambda of_set: len(of_set.keys() & ids), default={}
     )
     out = {}
     for prompt, modes in best.items():
         scored = modes.get("sampled") or modes.get("greedy") or []
         if prompt in ids and scored:
-            out[prompt] = PassRate(sum(r >= pass_at for r in scored), len(scored))
+            out[prompt] = scored
     if not out:
         raise ValueError(
             f"{path}: none of its answers belongs to one of the {len(ids)} prompts of {table.path}: use the file "
@@ -71,6 +82,15 @@ def pass_rates(path: Path, table: Table, pass_at: float) -> Mapping[str, PassRat
             "ids and use a chat template"
         )
     return out
+
+
+def pass_rates(path: Path, table: Table, pass_at: float) -> Mapping[str, PassRate]:
+    """Prompt id -> its pass rate by the answers of `scored_answers`. An answer passes with a reward of `pass_at` or
+    more. Raises ValueError as `scored_answers`."""
+    return {
+        prompt: PassRate(sum(a.reward >= pass_at for a in scored), len(scored))
+        for prompt, scored in scored_answers(path, table).items()
+    }
 
 
 def strata_counts(rates: Mapping[str, PassRate]) -> dict[str, int]:

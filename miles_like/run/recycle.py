@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles_like.config.load import load_config
-from miles_like.datasets.recycle import Recycled, last_visits, recycled
+from miles_like.datasets.sampled.recycle import Recycled, last_visits, recycled
 from miles_like.datasets.table import Table, read_table
 from miles_like.pipeline.cache import fetched_model
 from miles_like.run.setup.model_plan import run_tokenizer

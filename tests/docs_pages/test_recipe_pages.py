@@ -12,6 +12,7 @@ from miles_like.config.load import load_config
 from tests.support import recipe_pages
 from tests.support.plans import path_of, shipped
 from tests.support.recipe_pages import (
+    CHAINS,
     CPU,
     END_OF_HEAD,
     FOLDER,
@@ -40,7 +41,7 @@ def test_the_head_of_a_page_agrees_with_its_configuration(name: str) -> None:
 
 
 def test_every_configuration_has_a_page() -> None:
-    assert {path.stem for path in FOLDER.glob("*.md")} == {INDEX, CPU, *shipped()}
+    assert {path.stem for path in FOLDER.glob("*.md")} == {INDEX, CPU, *CHAINS, *shipped()}
     assert (text(INDEX), text(CPU)) == (index(), cpu_page()), RENEW
 
 

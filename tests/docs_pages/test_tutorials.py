@@ -9,104 +9,17 @@ request.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shlex
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import pytest
 
-from tests.support.installed import environment_without_checkout
-from tests.support.pages import PAGES, ROOT, Block, blocks, commands
+from tests.support.pages import PAGES, ROOT, blocks, commands
+from tests.support.reader import Reader, mean
 
-LIMIT_S = 900.0  # of one command
 pytestmark = [pytest.mark.slow, pytest.mark.long(beside="tests/docs_pages/test_docs_snippets.py")]
 
 
-class Reader:
-    """Follows a page in a directory. programs: what the first word of a command stands for."""
-
-    def __init__(self, home: Path, programs: Mapping[str, list[str]], variables: Mapping[str, str]) -> None:
-        self.home, self.programs = home, programs
-        self.servers: list[subprocess.Popen[bytes]] = []
-        self.environment = {**variables, "COLUMNS": "200"}
-
-    def follow(self, block: Block) -> None:
-        if block.title:
-            file = self.home / block.title
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(block.text)
-        elif block.language == "bash":
-            for line in block.text.splitlines():
-                self.run(line, background="background" in block.info)
-
-    def run(self, line: str, *, background: bool) -> None:
-        words = shlex.split(line)
-        if words[0] == "curl":
-            self.request(words)
-            return
-        words = [*self.programs.get(words[0], [words[0]]), *words[1:]]
-        if background:
-            self.servers.append(subprocess.Popen(words, cwd=self.home, env=self.environment))
-            return
-        done = subprocess.run(
-            words, cwd=self.home, env=self.environment, timeout=LIMIT_S, capture_output=True, text=True
-        )
-        print(f"$ {line}\n{done.stdout}{done.stderr}")
-        assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-
-    def request(self, words: list[str]) -> None:
-        (url,) = (word for word in words if word.startswith("http"))
-        body = words[words.index("-d") + 1].encode()
-        for _ in range(120):
-            try:
-                sent = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
-                with urllib.request.urlopen(sent, timeout=60) as reply:
-                    print(reply.read().decode())
-                return
-            except OSError:  # it is still starting
-                time.sleep(1.0)
-        raise AssertionError(f"{url} does not answer")
-
-    def metrics(self, run: str) -> list[dict[str, float]]:
-        return [json.loads(line) for line in (self.home / "runs" / run / "metrics.jsonl").read_text().splitlines()]
-
-    def close(self) -> None:
-        for server in self.servers:
-            server.terminate()
-            server.wait(60)
-
-
-@pytest.fixture
-def reader(tmp_path: Path) -> Iterator[Reader]:
-    """In a checkout."""
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    programs = {"miles-like": [sys.executable, "-m", "miles_like"], "python": [sys.executable]}
-    one = Reader(tmp_path, programs, os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def user(python: Path, tmp_path: Path) -> Iterator[Reader]:
-    """With the installed package, in an empty directory."""
-    programs = {"miles-like": [str(python.parent / "miles-like")], "python": [str(python)]}
-    one = Reader(tmp_path, programs, environment_without_checkout())
-    yield one
-    one.close()
-
-
-def mean(rows: list[dict[str, float]], key: str) -> float:
-    return sum(row[key] for row in rows) / len(rows)
-
-
-def test_the_first_tutorial(user: Reader) -> None:
+def test_the_first_tutorial(reader: Reader) -> None:
     page = ROOT / "docs" / "start" / "tutorial.md"
     for block in blocks(page):
         user.follow(block)

@@ -1,9 +1,10 @@
-"""docs/recipes: a page for each shipped configuration with GPUs, and one for those that run on CPU.
+"""docs/recipes: a page for each shipped configuration with GPUs, one for those that run on CPU, and chains of runs.
 
     python -m tests.support.recipe_pages            # which pages differ from what the configurations plan
     python -m tests.support.recipe_pages --write    # writes them again
 
-A page's head (`head`) is made of the configuration alone, its other figures by what `miles-like plan` computes.
+A page's head (`head`) is made of the configuration alone, its other figures by what `miles-like plan` computes. Pages
+of chains are written by hand; the list has their titles.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ from tests.support.plans import shipped as names_of_shipped
 README = Path(__file__).parents[2] / "README.md"
 FOLDER = README.parent / "docs" / "recipes"
 CPU = "tiny"  # the page of configurations without GPUs
+CHAINS = {  # pages of several runs, one from the other's checkpoint, written by hand: name -> what each is for
+    "chain_reward_model": "answers are learnt from examples, then judged by a model of preferences",
+    "chain_preferences": "preferences are learnt directly, then a verifier rewards",
+    "chain_reasoning": "a large model learns to think aloud, and a small one from it",
+}
 INDEX = "index"
 MADE = "<!-- made by: python -m tests.support.recipe_pages --write -->"
 END_OF_HEAD = "## Memory"
@@ -50,6 +56,10 @@ INTRODUCTION = (
     "A page for each configuration in `configs/`: hardware, planned memory and step time, published figures of other "
     "projects for the same model, and the configuration on CPU with the same keys. Configurations with GPUs are "
     "planned and have not yet run on GPUs; those of [tiny](tiny.md) run on a laptop."
+)
+OF_CHAINS = (
+    "Several runs, each from the former's checkpoint: whole on the tiny model, with figures of a run, and the "
+    "configurations and keys for a model of 4 B parameters, which have not been run."
 )
 TWINS = (
     "A twin has the keys of its configuration (algorithm, precision, replay, loop) on CPU ranks with a random model of "
@@ -72,7 +82,7 @@ def shipped() -> tuple[str, ...]:
 
 
 def pages() -> dict[str, str]:
-    """Page name -> text, of all of docs/recipes."""
+    """Page name -> text, of all of docs/recipes but CHAINS."""
     return {INDEX: index(), CPU: cpu_page(), **{name: page(name) for name in shipped()}}
 
 
@@ -141,8 +151,20 @@ def index() -> str:
             "",
             "For other hardware or another model: `miles-like plan CONFIG --search` ([the plan](../plan.md#search)).",
             "",
+            "## Chains",
+            "",
+            *textwrap.wrap(OF_CHAINS, WIDTH),
+            "",
+            *(f"- [{_title(name)}]({name}.md): {purpose}" for name, purpose in CHAINS.items()),
+            "",
         ]
     )
+
+
+def _title(name: str) -> str:
+    """Of a page of CHAINS, without the word before the colon."""
+    head = (FOLDER / f"{name}.md").read_text("utf-8").partition("\n")[0]
+    return head.removeprefix("# Chain: ")
 
 
 def cpu_page() -> str:
@@ -367,7 +389,7 @@ def _seconds(seconds: float) -> str:
 def main() -> int:
     out = Console(highlight=False)
     found = pages()
-    stale = [p for p in FOLDER.glob("*.md") if p.stem not in found]
+    stale = [p for p in FOLDER.glob("*.md") if p.stem not in found.keys() | CHAINS.keys()]
     changed = [
         name for name, text in found.items() if not (p := FOLDER / f"{name}.md").exists() or p.read_text() != text
     ]

@@ -45,6 +45,7 @@ STARTERS = (
     "tests.support.mid_run",
     "tests.support.namespaces.nodes",
     "tests.support.pretended.pretended_cluster",
+    "tests.support.reader",
     "tests.support.spawn.run_ranks",
     "tests.support.spawn.warm_context",
 )

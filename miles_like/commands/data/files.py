@@ -1,9 +1,10 @@
-"""`miles-like data`: prompt files before a run, and the hard prompts after it."""
+"""`miles-like data`: prompt files before a run, and after it its hard prompts and its answers as rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,9 +17,7 @@ if TYPE_CHECKING:
     from miles_like.run.setup.model_plan import RunTokenizer
 
 data = typer.Typer(
-    cls=Group,
-    no_args_is_help=True,
-    help="Check, measure, deduplicate and split prompt files, and collect a run's hard prompts.",
+    cls=Group, no_args_is_help=True, help="Prompt files: faults, duplicates, splits, figures, rows of a run's answers."
 )
 
 ConfigOption = Annotated[
@@ -39,6 +38,9 @@ AgainstOption = Annotated[
 ThresholdOption = Annotated[
     float,
     typer.Option("--threshold", help="Jaccard similarity of 3-word shingles from which prompts count as duplicates"),
+]
+AnswersOption = Annotated[
+    Path, typer.Option("--answers", metavar="FILE", help="what `miles-like eval --answers` wrote of these prompts")
 ]
 CardOption = Annotated[
     Path | None, typer.Option("--card", metavar="FILE", help="write a data card in Markdown to this file")
@@ -191,24 +193,80 @@ def recycle(
 ) -> None:
     """Write the prompts with a low pass rate in a run, with all columns of their rows."""
     with one_sentence():
-        from miles_like.datasets.write import Outputs, check_suffix
         from miles_like.run.recycle import recycle_run
 
-        check_suffix(out)
-        check_writable(out)
+        _check_out(out)
         found, tables = recycle_run(run_dir, low=low, high=high, pass_at=pass_at, tokenizer=tokenizer)
         if not found.rows:
             raise ValueError(
                 f"none of the {found.visited} prompts that {run_dir} visited had a pass rate of {low:g} to {high:g}: "
                 "raise --max-pass-rate"
             )
-        with Outputs() as outputs:
-            outputs.rows(out, found.rows)
-        for note in outputs.notes:
-            echo(note)
         files = ", ".join(t.path for t in tables)
         unknown = f", of which {found.unknown} are not in the run's data files" if found.unknown else ""
-        echo(f"{out}: {len(found.rows)} of the {found.visited} prompts that were scored{unknown}; rows of {files}")
+        line = f"{len(found.rows)} of the {found.visited} prompts that were scored{unknown}; rows of {files}"
+        _write(out, found.rows, line)
+
+
+@data.command("pairs", cls=Command)
+def pairs(
+    file: Annotated[str, typer.Argument(help="the prompts that were answered: jsonl, json, parquet or a hub name")],
+    out: Annotated[Path, typer.Argument(help=".jsonl or .parquet file to write")],
+    answers: AnswersOption,
+    per_prompt: Annotated[int, typer.Option("--per-prompt", metavar="N", help="most pairs of a prompt")] = 1,
+    min_gap: Annotated[float, typer.Option("--min-gap", help="least difference of a pair's rewards")] = 0.0,
+    config: ConfigOption = None,
+    prompt_key: PromptKeyOption = None,
+    tokenizer: TokenizerOption = None,
+) -> None:
+    """Write prompts with a better and a worse of their sampled answers, for preferences and reward models."""
+    with one_sentence():
+        from miles_like.datasets.sampled.examples import preference_pairs
+        from miles_like.datasets.table import read_table
+
+        _check_out(out)
+        table = read_table(file, _settings(config, [], prompt_key, None, None).data, _tokenizer(tokenizer))
+        found = preference_pairs(table, answers, per_prompt=per_prompt, min_gap=min_gap)
+        _write(out, found.rows, found.line("pairs"))
+
+
+@data.command("best", cls=Command)
+def best(
+    file: Annotated[str, typer.Argument(help="the prompts that were answered: jsonl, json, parquet or a hub name")],
+    out: Annotated[Path, typer.Argument(help=".jsonl or .parquet file to write")],
+    answers: AnswersOption,
+    per_prompt: Annotated[int, typer.Option("--per-prompt", metavar="N", help="most answers of a prompt")] = 1,
+    min_reward: Annotated[float, typer.Option("--min-reward", help="of an answer that is taken")] = 1.0,
+    config: ConfigOption = None,
+    prompt_key: PromptKeyOption = None,
+    tokenizer: TokenizerOption = None,
+) -> None:
+    """Write prompts with the best of their sampled answers as `response`, for supervised fine-tuning."""
+    with one_sentence():
+        from miles_like.datasets.sampled.examples import best_answers
+        from miles_like.datasets.table import read_table
+
+        _check_out(out)
+        table = read_table(file, _settings(config, [], prompt_key, None, None).data, _tokenizer(tokenizer))
+        found = best_answers(table, answers, per_prompt=per_prompt, min_reward=min_reward)
+        _write(out, found.rows, found.line("answers"))
+
+
+def _check_out(out: Path) -> None:
+    from miles_like.datasets.write import check_suffix
+
+    check_suffix(out)
+    check_writable(out)
+
+
+def _write(out: Path, rows: Sequence[dict[str, Any]], line: str) -> None:
+    from miles_like.datasets.write import Outputs
+
+    with Outputs() as outputs:
+        outputs.rows(out, rows)
+    for note in outputs.notes:
+        echo(note)
+    echo(f"{out}: {line}")
 
 
 def _settings(

@@ -166,6 +166,11 @@ class ClusterConfig(Section):
                 )
         return self
 
+    @property
+    def without_turns(self) -> ClusterConfig:
+        """The section as a run without a rollout may have it: `colocate` is not set, or false."""
+        return self.model_copy(update={"colocate": self.colocate and None})
+
     def pools_of(self, world: int) -> Mapping[PoolName, Pool]:
         """The GPUs of every role, for `world` trainer ranks.
 

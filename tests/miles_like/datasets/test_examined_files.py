@@ -20,7 +20,7 @@ from miles_like.config.sections.reward import RewardConfig
 from miles_like.datasets.card import card, write_card
 from miles_like.datasets.check import DUPLICATES, GOLD, LEAKS, ROWS, Examination, examine_file
 from miles_like.datasets.derive import write_reduced, write_split
-from miles_like.datasets.recycle import last_visits, recycled
+from miles_like.datasets.sampled.recycle import last_visits, recycled
 from miles_like.datasets.settings import DataTools, eval_files, read_settings
 from miles_like.datasets.stats import language_of, lengths_of, measure
 from miles_like.datasets.strata import pass_rates, strata_counts

@@ -107,6 +107,31 @@ def test_hard_prompts_are_a_file_for_a_further_run(tmp_path: Path) -> None:
     assert not (tmp_path / "no.jsonl").exists()
 
 
+def test_answers_are_rows_for_training(tmp_path: Path) -> None:
+    """As `eval --answers` writes them; the rows have the columns of the file that was answered."""
+    answers = tmp_path / "answers.jsonl"
+    head = {"set": "heldout", "mode": "sampled", "finish": "stop"}
+    texts = [
+        json.dumps(head | {"prompt_id": f"eval-{n:04}", "response": text, "reward": reward})
+        for n in range(3)
+        for text, reward in (("1", 1.0), ("11", 0.0), ("12", 0.0))
+    ]
+    answers.write_text("\n".join(texts) + "\n")
+    held = [dict(row) for row in read_rows(str(TINY / "heldout.jsonl"))][:3]
+    out = called("pairs", TINY / "heldout.jsonl", tmp_path / "p.jsonl", "--answers", answers, "--per-prompt", 2)
+    assert "6 pairs of 3 of the 3 answered prompts" in out
+    pairs = [dict(row) for row in read_rows(str(tmp_path / "p.jsonl"))]
+    assert [(p["id"], p["chosen"], p["rejected"]) for p in pairs[:2]] == [("eval-0000", "1", r) for r in ("11", "12")]
+    out = called("best", TINY / "heldout.jsonl", tmp_path / "b.parquet", "--answers", answers)
+    assert "3 answers of 3 of the 3 answered prompts" in out
+    best = [dict(row) for row in read_rows(str(tmp_path / "b.parquet"))]
+    assert best == [row | {"response": "1", "response_reward": 1.0} for row in held]
+    words = ("pairs", TINY / "heldout.jsonl", tmp_path / "no.jsonl", "--answers", answers, "--min-gap", 2)
+    check_refusal(called(*words, status=2), 3, "--min-gap", 2)
+    check_refusal(called("best", TINY / "heldout.jsonl", tmp_path / "no.csv", "--answers", answers, status=2), ".jsonl")
+    assert not list(tmp_path.glob("no.*"))
+
+
 def test_nothing_is_left_of_a_command_that_fails(rows: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(rows.read_text() + "{\n")
