@@ -51,7 +51,7 @@ def test_a_pair_is_a_right_answer_and_the_commonest_mistake(table: Table, tmp_pa
     """Cut, empty and unscored answers are in no pair; a prompt whose answers are all right or all wrong has none."""
     file = answers(
         tmp_path,
-        *(answer("p0", text, float(text == "1")) for text in ("7", "1", "8", "8", "1 ")),
+        *(answer("p0", text, float(text.strip() == "1")) for text in ("7", "1", "8", "8", "1 ")),
         *(answer("p1", "2", 1.0) for _ in range(3)),
         answer("p2", "3", 1.0),
         answer("p2", "333", 0.0, "length"),
