@@ -21,6 +21,7 @@ from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
 from miles_like.pipeline.cache import fetched_model
 from rollout.prompts.dataset import read_rows
+from tests.support.own_ray import own_ray
 from tests.support.pages import ROOT, blocks
 from tests.support.reader import Reader
 
@@ -30,9 +31,11 @@ ACCURACY = "eval/heldout/avg@1"  # greedy, of 600 held-out problems: two standar
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """One for all chains, which begin with the same model: it is made once."""
+    """One for all chains, which begin with the same model: it is made once. The runs join one Ray."""
     reader = Reader(tmp_path_factory.mktemp("chains"))
-    yield reader
+    with own_ray() as variables:
+        reader.environment |= variables
+        yield reader
     reader.close()
 
 

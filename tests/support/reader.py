@@ -22,7 +22,9 @@ class Reader:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.servers: list[subprocess.Popen[bytes]] = []
-        (home / "configs").symlink_to(ROOT / "configs")
+        self.seconds: list[tuple[str, float]] = []  # of each command that was waited for, in order
+        if not (home / "configs").is_symlink():
+            (home / "configs").symlink_to(ROOT / "configs")
         self.environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
     def follow(self, block: Block) -> None:
@@ -44,9 +46,11 @@ class Reader:
         if background:
             self.servers.append(subprocess.Popen(words, cwd=self.home, env=self.environment))
             return
+        began = time.monotonic()
         done = subprocess.run(
             words, cwd=self.home, env=self.environment, timeout=LIMIT_S, capture_output=True, text=True
         )
+        self.seconds.append((line, time.monotonic() - began))
         print(f"$ {line}\n{done.stdout}{done.stderr}")
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
 
