@@ -19,7 +19,7 @@ from tests.support.reader import Reader, mean
 pytestmark = [pytest.mark.slow, pytest.mark.long(beside="tests/docs_pages/test_docs_snippets.py")]
 
 
-def test_the_first_tutorial(reader: Reader) -> None:
+def test_the_first_tutorial(user: Reader) -> None:
     page = ROOT / "docs" / "start" / "tutorial.md"
     for block in blocks(page):
         user.follow(block)

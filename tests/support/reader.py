@@ -11,21 +11,29 @@ import time
 import urllib.request
 from pathlib import Path
 
+from tests.support.installed import environment_without_checkout
 from tests.support.pages import ROOT, Block
 
 LIMIT_S = 900.0  # of one command
 
 
 class Reader:
-    """Follows a page in a directory that has the checkout's configs."""
+    """Follows a page in a directory. python: of an environment that has the package installed; None: the checkout's
+    package, and its configs in the directory."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, python: Path | None = None) -> None:
         self.home = home
         self.servers: list[subprocess.Popen[bytes]] = []
         self.seconds: list[tuple[str, float]] = []  # of each command that was waited for, in order
-        if not (home / "configs").is_symlink():
-            (home / "configs").symlink_to(ROOT / "configs")
-        self.environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        if python is None:
+            self._programs = {"miles-like": [sys.executable, "-m", "miles_like"], "python": [sys.executable]}
+            self.environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            if not (home / "configs").is_symlink():
+                (home / "configs").symlink_to(ROOT / "configs")
+        else:
+            self._programs = {"miles-like": [str(python.parent / "miles-like")], "python": [str(python)]}
+            self.environment = environment_without_checkout()
+        self.environment["COLUMNS"] = "200"
 
     def follow(self, block: Block) -> None:
         if block.title:
@@ -41,8 +49,7 @@ class Reader:
         if words[0] == "curl":
             self.request(words)
             return
-        program = {"miles-like": [sys.executable, "-m", "miles_like"], "python": [sys.executable]}
-        words = [*program.get(words[0], [words[0]]), *words[1:]]
+        words = [*self._programs.get(words[0], [words[0]]), *words[1:]]
         if background:
             self.servers.append(subprocess.Popen(words, cwd=self.home, env=self.environment))
             return
