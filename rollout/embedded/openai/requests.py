@@ -65,7 +65,8 @@ def _only(wanted: bool | int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_False, _True = Annotated[Literal[False], _only(False)], Annotated[Literal[True], _only(True)]
+_False = Annotated[Literal[False], _only(False)]
+_True = Annotated[Literal[True], _only(True)]
 _One = Annotated[Literal[1], _only(1)]
 
 
