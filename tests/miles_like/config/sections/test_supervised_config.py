@@ -64,6 +64,16 @@ def test_ipo_has_no_label_smoothing() -> None:
         load_config(CONFIGS / "tiny_dpo.toml", settings)
 
 
+def test_a_configuration_whose_sides_take_turns_becomes_a_supervised_one() -> None:
+    """`false` for what belongs to the rollout: its GPUs are the trainer's alone."""
+    path, settings = CONFIGS / "qwen3_4b.toml", ["algorithm=sft", "rollout=false", "reward=false"]
+    config = load_config(path, [*settings, "cluster.colocate=false"])
+    plan = plan_placement(config.cluster, config.parallel, config.servers)
+    assert len(plan.of("trainer")) == 8 and not plan.of("rollout") and not config.takes_turns
+    with pytest.raises(ValueError, match=r"cluster\.colocate = True"):
+        load_config(path, settings)
+
+
 def test_no_server_is_planned_and_no_route_replayed() -> None:
     """Replay needs no key; DPO keeps the weights that the run began with."""
     config = load_config(CONFIGS / "tiny_dpo.toml")
