@@ -67,7 +67,7 @@ def test_each_faulty_line_is_listed_as_an_editor_counts_it(tmp_path: Path) -> No
     found = examined(written(tmp_path / "a.jsonl", [*rows, '["list"]', {"prompt": "z", "answer": [1]}]))
     assert [place for place, _ in lines(found, ROWS)] == [f"line {n}" for n in (3, 8, 4, 6, 7, 9)]
     texts = " | ".join(text for _, text in lines(found, ROWS))
-    for word in ("not valid JSON", "not an object", "prompt", "no answer", "r0", "a list"):
+    for word in ("not valid JSON", "expected an object", "prompt", "no answer", "r0", "a list"):
         assert word in texts, word
     assert lines(found, GOLD) == [] and not found.ok and found.rows == 8
     assert not list(tmp_path.glob("*.partial"))
