@@ -224,8 +224,8 @@ def test_impossible_ids_name_sample_layer_and_position(seed: int, row: int, col:
     at, value = edit[kind]()
     ids[at] = value  # type: ignore[index]
     cause = {
-        "high": "outside 0..15",
-        "minus": "outside 0..15",
+        "high": "not all within 0..15",
+        "minus": "not all within 0..15",
         "zero": "all 11 rows are zeros",
         "dense": "in a layer without experts",
     }.get(kind, "an expert twice")

@@ -101,9 +101,9 @@ def test_a_named_key_wins(tmp_path: Path) -> None:
 def test_another_reading_is_said_or_refused(tmp_path: Path) -> None:
     """Beside `prompt` and `answer`, the names of old, another column is only mentioned; of others none is preferred."""
     (note,) = source(tmp_path, [{"prompt": "1+1=", "answer": "2", "label": "two"}]).notes
-    assert note.endswith("answers are read from column 'answer', not from 'label' (data.answer_key)")
+    assert note.endswith("answers are read from column 'answer', not from 'label'; set data.answer_key to change this")
     (note,) = source(tmp_path, [{"prompt": "1+1=", "messages": ASKED}]).notes
-    assert note.endswith("prompts are read from column 'prompt', not from 'messages' (data.prompt_key)")
+    assert note.endswith("prompts are read from column 'prompt', not from 'messages'; set data.prompt_key to change this")
     with refuses(ValueError, "label", "solution", "data.answer_key"):
         source(tmp_path, [{"prompt": "1+1=", "solution": "2", "label": "two"}])
 

@@ -125,8 +125,8 @@ def test_tensors_of_another_model_are_refused(planned: Planned, body: dict[str, 
 
 def test_a_server_of_another_model_or_format_is_seen_in_its_layout(planned: Planned) -> None:
     other = Planned("qwen_moe")
-    assert "another model" in other_model(other.layout, planned.regions, planned.encoding)
-    assert "another model" in other_model(planned.layout, planned.regions, Encoding(None))
+    assert "a server of the run's model" in other_model(other.layout, planned.regions, planned.encoding)
+    assert "a server of the run's model" in other_model(planned.layout, planned.regions, Encoding(None))
 
 
 def test_equal_copies_are_sent_once_and_in_equal_shares(planned: Planned) -> None:
