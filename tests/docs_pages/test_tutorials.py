@@ -40,6 +40,13 @@ def test_the_tutorial_with_a_tool(user: Reader) -> None:
 
 TINY, LARGE = "configs/tiny.toml", "configs/qwen3_30b_a3b.toml"
 ELSEWHERE = ("/opt/", "HEAD:", "http", "org/", "--key-file", "HF_DIR", "MEGATRON_DIR", "FILE", "DIR", "sglang")
+ELSEWHERE += (
+    "miles-like serve",
+    "OWNER/",
+    "runs/mine",
+    "answers.jsonl",
+    "pairs_heldout.jsonl",
+)  # of tests of their own
 FEW = ("train.steps=1", "train.groups_per_step=8", "model.make.max_steps=2", "model.make.check_every=1")
 
 
@@ -68,6 +75,9 @@ def test_commands_of_the_other_pages(reader: Reader) -> None:
     few = "".join(f" --set {setting}" for setting in FEW)
     demo = f"miles-like train configs/tiny.toml --run-dir runs/demo{few} --set train.steps=6"  # `simulate` reads five
     reader.run(demo, background=False)
+    for name, source in {"raw": "train", "aime": "heldout"}.items():
+        rows = (ROOT / "configs" / "tiny" / f"{source}.jsonl").read_text().splitlines(keepends=True)
+        (reader.home / f"{name}.jsonl").write_text("".join(rows[:200]))
     for line in lines:
         small = few if line.startswith("miles-like train") else ""
         if "tiny_opd" in line:

@@ -184,7 +184,7 @@ def test_the_driver_is_told_to_stop(home: Path, how: signal.Signals) -> None:
         assert latest is not None
         rows = (run_dir / "metrics.jsonl").read_text().splitlines()
         assert latest[1].step == json.loads(rows[-1])["step"] >= 2
-        assert f"stopped: SIGTERM: step {latest[1].step} is saved, --resume goes on from it" in output
+        assert f"stopped: SIGTERM: step {latest[1].step} is saved, --resume continues from it" in output
     else:
         assert latest is None
     assert not (run_dir / ".complete.json").exists()

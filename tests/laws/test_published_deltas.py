@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from miles_like import quantize
 from miles_like.cluster.pacing import Pacer
 from miles_like.hf.checkpoint import write_hf
 from quant.hf_config import quantized_config
@@ -101,14 +102,21 @@ def test_after_real_steps_both_servers_hold_the_same_bits(tmp_path: Path) -> Non
     "settings",
     [
         ("parallel.dp=2", "parallel.ep=2"),
-        ("precision.format=fp8",),
+        ("precision.format=fp8", "precision.qat=true"),
         ("precision.format=int4", "precision.qat=true", "rollout.servers=2"),
     ],
-    ids=["two ranks", "fp8", "int4, QAT, two servers"],
+    ids=["two ranks", "fp8, QAT", "int4, QAT, two servers"],
 )
 def test_a_run_with_differences_is_the_run_with_tensors(tmp_path: Path, settings: tuple[str, ...]) -> None:
     (tmp_path / "home").mkdir()
     with Runs(tmp_path / "home") as runs:
+        if (
+            format := next((s.partition("=")[2] for s in settings if s.startswith("precision.format")), None)
+        ) is not None:
+            served = runs.home / "hf"
+            quantize(served, tmp_path / "served", format=format)
+            served.unlink()
+            served.symlink_to(tmp_path / "served")
         for name, path in (("sent", "tensor"), ("written", "delta")):
             more = (*settings, "train.steps=4", "eval.every=0", "checkpoint.every=0", f"publish.path={path}")
             assert runs.run(tmp_path / name, more) == 0, tail(tmp_path / name / "driver.log")

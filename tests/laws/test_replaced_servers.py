@@ -149,7 +149,7 @@ def test_a_server_that_dies_while_it_samples_is_replaced_at_the_next_publication
     assert run(runs, where, (), "none", point="generation") == 0, tail(where / "driver.log")
     same(where, whole)
     assert counts(where, "replacements") == [float(step == replaced_run.VERSION + 1) for step in range(1, STEPS + 1)]
-    assert "is asked of others" in log(where)
+    assert "its requests go to other servers" in log(where)
 
 
 @LONG

@@ -161,8 +161,8 @@ def test_of_parts_that_follow_one_another_the_first_to_fail_is_named(
         parts.append((part, one))
     here = this_node()
     servers = RayServers(parts, replace(here, nodes=here.nodes * 3, facts=here.facts * 3), home / "logs")
-    assert wait_until(lambda: all(look.failure for look in servers._look(60)), 60)
-    times = [look.failed_at for look in servers._look(60)]
+    assert wait_until(lambda: all(look.failure for look in servers._look(60, range(3)).values()), 60)
+    times = [look.failed_at for look in servers._look(60, range(3)).values()]
     assert times[2] < times[0] < times[1]
     logs = sorted((home / "follows").glob("*.log"), key=lambda log: log.name.split(".")[1])
     assert [str(last_error(log)).split(":")[0] for log in logs] == [

@@ -103,7 +103,9 @@ def test_another_reading_is_said_or_refused(tmp_path: Path) -> None:
     (note,) = source(tmp_path, [{"prompt": "1+1=", "answer": "2", "label": "two"}]).notes
     assert note.endswith("answers are read from column 'answer', not from 'label'; set data.answer_key to change this")
     (note,) = source(tmp_path, [{"prompt": "1+1=", "messages": ASKED}]).notes
-    assert note.endswith("prompts are read from column 'prompt', not from 'messages'; set data.prompt_key to change this")
+    assert note.endswith(
+        "prompts are read from column 'prompt', not from 'messages'; set data.prompt_key to change this"
+    )
     with refuses(ValueError, "label", "solution", "data.answer_key"):
         source(tmp_path, [{"prompt": "1+1=", "solution": "2", "label": "two"}])
 

@@ -100,7 +100,7 @@ def test_the_peak_is_bounded(path: str, format: QuantFormat | None, tmp_path: Pa
 @LONG
 def test_the_measure_sees_what_is_held(tmp_path: Path) -> None:
     grown, sent, own = peak("tensor", tmp_path, hold=COUNT * EACH)
-    assert grown > sent and own > sent
+    assert grown > sent and own == sent
 
 
 def test_more_than_the_bound_is_an_error() -> None:

@@ -213,7 +213,11 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, name: str, text: st
 def test_the_command_prints_toml_that_set_changes(tmp_path: Path) -> None:
     words = ["config", "import", str(INPUTS / "slime_moe.sh"), "--set", "train.steps=7", "--from", "miles"]
     done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0 and tomllib.loads(done.stdout)["train"]["steps"] == 7 and "# Imported from miles's" in done.stdout
+    assert (
+        done.exit_code == 0
+        and tomllib.loads(done.stdout)["train"]["steps"] == 7
+        and "# Imported from miles's" in done.stdout
+    )
     refused = CliRunner().invoke(app, [*words[:3], "--from", "trl"])
     assert refused.exit_code == 2
     check_refusal(refused.stderr, "trl", "prime-rl")
