@@ -31,7 +31,7 @@ from quant.stream import stored_name
 _ADAPTERS = (".lora_a", ".lora_b")
 _BESIDE = ("optimizer.", f"{REFERENCE}.")  # key prefixes of what a trainer saves in addition to its weights
 _KEPT_FRAMING = 1 << 16  # bytes of an archive besides its tensor
-_OTHER_MODEL = "use the config.json of the model in the checkpoint"
+_OTHER_MODEL = "set hf_config to the directory of the model in the checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,9 @@ the trainer while it waits for servers.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+import os
 import secrets
 import socket
 import threading
@@ -17,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from urllib.parse import urlsplit
 
 from torch import Tensor
@@ -36,6 +40,7 @@ from rollout.wire.control import DestroyGroup, InitGroup, UpdateFromDistributed
 from rollout.wire.flat import FLATTENED
 from rollout.wire.groups import join_group, leave_group
 
+_log = logging.getLogger(__name__)
 _LEAVE_S = 10.0  # limit on the time that a server takes to leave a group
 _CONNECT_S = 5.0  # after which every server that was asked to join has connected to the store
 _PORTS = 16  # tries to bind one
@@ -135,8 +140,7 @@ class GroupTransport:
             self._dissolve()
             self._membership, self._joint = self._joined(servers), servers.urls
             leave = partial(_dissolve, self._membership, servers.urls, self._target.key)
-            self._dissolve = finalizer = weakref.finalize(self, leave)  # where this publisher is used no more
-            finalizer.atexit = False
+            self._dissolve = once_or_with(self, leave)
         try:
             yield
         except BaseException:
@@ -219,6 +223,37 @@ class GroupTransport:
 
 
 def _nothing() -> None: ...
+
+
+def once_or_with(owner: object, leave: Callable[[], object]) -> Callable[[], None]:
+    """A function that calls `leave` at its first call. Where it was not called before `owner` is collected, a thread
+    calls `leave` then: a collection may begin while the thread that it interrupts holds a lock that `leave` needs."""
+    finalizer = weakref.finalize(owner, _leaving(os.getpid()).put, leave)
+    finalizer.atexit = False
+
+    def at_once() -> None:
+        if finalizer.detach() is not None:
+            leave()
+
+    return at_once
+
+
+@functools.cache
+def _leaving(pid: int) -> SimpleQueue[Callable[[], object]]:
+    """What a thread of the process `pid`, this one, calls in turn."""
+    queue = SimpleQueue[Callable[[], object]]()
+    threading.Thread(target=_call_each, args=(queue,), name="leave-groups", daemon=True).start()
+    return queue
+
+
+def _call_each(queue: SimpleQueue[Callable[[], object]]) -> None:
+    while True:
+        leave = queue.get()
+        try:
+            leave()
+        except Exception:
+            _log.exception("a process group of the weights was not left")
+        del leave  # it refers to the group
 
 
 def later(act: Callable[[], None]) -> None:

@@ -31,7 +31,7 @@ def critic(run: Run, home: Path) -> Path:
     sets = (x for one in SETTINGS for x in ("--set", one))
     done = run("--run-dir", str(home / "critic"), *SMALL, *ONE_RANK, *sets, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "1 trainer rank and 1 of the critic" in done.stdout
+    assert "1 trainer rank, 1 critic rank" in done.stdout
     return home / "critic"
 
 

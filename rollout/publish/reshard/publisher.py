@@ -12,7 +12,6 @@ import itertools
 import logging
 import secrets
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from miles_like.protocols import ShardedWeights, WeightShards
 from miles_like.types import NamedTensor, PublishReport, WeightRegion
-from rollout.publish.group import address_towards, later, listener, tell_to_leave
+from rollout.publish.group import address_towards, later, listener, once_or_with, tell_to_leave
 from rollout.publish.publication import PublishTarget, RankChecksums, Sent, publish_stream
 from rollout.publish.publisher import Bucket, TensorPublisher, compare_checksums
 from rollout.publish.reshard.member import gathered_by, plan_body, sharded
@@ -200,8 +199,7 @@ class ReshardPublisher(TensorPublisher):
             leave(None)
             asked.result()
             raise
-        self._dissolve = finalizer = weakref.finalize(self, leave, self._membership)  # where it is used no more
-        finalizer.atexit = False
+        self._dissolve = once_or_with(self, partial(leave, self._membership))
         asked.result()
         self._joint = servers.urls
 

@@ -236,7 +236,7 @@ def test_memory_is_divided_or_refused() -> None:
         plan_memory(200 * MIB, 1)
     with refuses(ValueError, "is too small", "2 worker(s)", "fewer workers", unrecorded=memory):
         plan_memory(here + 500 * MIB, 2)
-    with refuses(ValueError, "is too small", "1 worker(s)", "give a larger limit", unrecorded=memory):
+    with refuses(ValueError, "is too small", "1 worker(s)", "use a larger limit", unrecorded=memory):
         plan_memory(here + 40 * MIB, 1, least=9 * MIB)
     with refuses(ValueError, 0, 1):
         plan_memory(here, 0)

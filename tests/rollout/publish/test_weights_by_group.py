@@ -8,6 +8,7 @@ test_weight_paths.py).
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import gc
 import signal
 import time
@@ -165,8 +166,9 @@ def test_a_publisher_that_is_not_used_any_more_leaves_its_group(model: Published
     publisher = TensorPublisher(model.target([s.url for s in two], "distributed"), send=True)
     publisher.publish(model.weights(1), version=31)
     assert len(connections() - before) >= 2
-    del publisher
-    gc.collect()
+    with concurrent.futures.thread._global_shutdown_lock:  # as in the `submit` of a thread that a collection interrupts
+        del publisher
+        gc.collect()
     assert wait_until(lambda: not connections() - before, 20)
 
 
