@@ -46,7 +46,7 @@ ELSEWHERE += (
     "runs/mine",
     "answers.jsonl",
     "pairs_heldout.jsonl",
-)  # of tests of their own
+)  # other tests run them
 FEW = ("train.steps=1", "train.groups_per_step=8", "model.make.max_steps=2", "model.make.check_every=1")
 
 
