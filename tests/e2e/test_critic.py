@@ -59,7 +59,7 @@ def test_a_run_that_goes_on_is_the_one_that_never_stopped(run: Run, critic: Path
     done = run("--run-dir", str(again), *SMALL, *ONE_RANK, *sets, "--resume", PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("complete, skipped") == 3  # fetch, dequantize and convert
-    assert "(each node checks what it has)" in done.stdout  # of a Ray that is joined, a node's disk may be new
+    assert "(each node verifies its copy)" in done.stdout  # of a Ray that is joined, a node's disk may be new
 
     def bits(row: dict[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in row.items() if not k.startswith(OF_THE_CLOCK)}
