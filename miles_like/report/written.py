@@ -50,8 +50,9 @@ class Written:
             transient=True,
             disable=not live,
         )
+        start = held(directory), self._clock()  # here: what is written before the thread runs is new
         follower = threading.Thread(
-            target=self._follow, args=(directory, total, bar, ended, live), name="progress", daemon=True
+            target=self._follow, args=(directory, total, start, bar, ended, live), name="progress", daemon=True
         )
         with bar:
             follower.start()
@@ -61,8 +62,16 @@ class Written:
                 ended.set()
                 follower.join()
 
-    def _follow(self, directory: Path, total: int, bar: Progress, ended: threading.Event, live: bool) -> None:
-        first, began = held(directory), self._clock()
+    def _follow(
+        self,
+        directory: Path,
+        total: int,
+        start: tuple[int, float],
+        bar: Progress,
+        ended: threading.Event,
+        live: bool,
+    ) -> None:
+        first, began = start
         task, printed = bar.add_task(self._what, total=total, completed=first), began
         while not ended.wait(self._poll_s):
             done, now = min(held(directory), total), self._clock()
