@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -33,7 +33,7 @@ from rollout.publish.servers import ServerSet
 from rollout.publish.transports import Send
 from rollout.server_key import ServerKey
 from rollout.server_url import on_loopback
-from rollout.sglang.http_replies import RolloutError
+from rollout.sglang.http_replies import NoAnswer, RolloutError
 from rollout.sglang.ports import free_port
 from rollout.wire import endpoints
 from rollout.wire.control import DestroyGroup, InitGroup, UpdateFromDistributed
@@ -80,7 +80,8 @@ class _Answers:
     """The servers' answers to a request of a group, as they come.
 
     At the first failure this rank leaves the group, and from then on every server that answers is asked to: the others
-    may wait for a broadcast that it was to pass on.
+    may wait for a broadcast that it was to pass on. A server that does not answer is not asked: it would not answer
+    that request either.
     """
 
     def __init__(self, name: str, key: ServerKey | None, give_up: Callable[[], None]) -> None:
@@ -91,11 +92,13 @@ class _Answers:
 
     def __call__(self, url: str, error: RolloutError | None) -> None:
         with self._lock:
-            self._answered.append(url)
+            answered = [] if isinstance(error, NoAnswer) else [url]
+            self._answered += answered
             self._errors += [] if error is None else [error]
             failed = len(self._errors)
-            leaving = list(self._answered) if failed == 1 and error is not None else [url] if failed else []
-        if failed == 1 and error is not None:
+            first = failed == 1 and error is not None
+            leaving = self._answered[:] if first else answered if failed else []
+        if first:
             self._give_up()
         tell_to_leave(leaving, self._name, self._key)
 
@@ -110,10 +113,10 @@ class _Answers:
             raise RolloutError("; ".join(causes or texts))
 
 
-def tell_to_leave(urls: Sequence[str], name: str, key: ServerKey | None) -> None:
+def tell_to_leave(urls: Collection[str], name: str, key: ServerKey | None) -> None:
     """Ask servers to leave the group, whether or not they are members. Returns after 10 s at most."""
     if urls:
-        servers = ServerSet(urls, _LEAVE_S, key)
+        servers = ServerSet(tuple(urls), _LEAVE_S, key)
         with contextlib.suppress(RolloutError):
             servers.change(endpoints.DESTROY_GROUP, DestroyGroup(group_name=name).to_json())
         servers.close()
@@ -132,6 +135,7 @@ class GroupTransport:
         self._requests = ThreadPoolExecutor(1, thread_name_prefix="announce")
         self._membership: _Membership | None = None
         self._joint: tuple[str, ...] = ()  # the servers in the group
+        self._asked = set[str]()  # those of them that are asked to leave it
         self._dissolve: Callable[[], object] = _nothing  # once for each membership
 
     @contextmanager
@@ -139,12 +143,14 @@ class GroupTransport:
         if self._joint != servers.urls:
             self._dissolve()
             self._membership, self._joint = self._joined(servers), servers.urls
-            leave = partial(_dissolve, self._membership, servers.urls, self._target.key)
+            self._asked = set(servers.urls)
+            leave = partial(_dissolve, self._membership, self._asked, self._target.key)
             self._dissolve = once_or_with(self, leave)
         try:
             yield
         except BaseException:
             self._joint = ()
+            self._asked.intersection_update(servers.answering)
             self._dissolve()
             raise
         finally:
@@ -264,7 +270,7 @@ def later(act: Callable[[], None]) -> None:
     timer.start()
 
 
-def _dissolve(membership: _Membership, urls: Sequence[str], key: ServerKey | None) -> None:
+def _dissolve(membership: _Membership, urls: Collection[str], key: ServerKey | None) -> None:
     membership.leave()
     tell_to_leave(urls, membership.name, key)
 

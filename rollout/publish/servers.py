@@ -93,6 +93,11 @@ class ServerSet:
         )
         self._threads = ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="publish")
 
+    @property
+    def answering(self) -> tuple[str, ...]:
+        """URLs of the servers that have answered each request, those that failed or refused one too."""
+        return (*self.urls, *(fault.url for fault in self.lost if fault.answers))
+
     def close(self) -> None:
         self._threads.shutdown()
         self._http.close()
@@ -284,15 +289,16 @@ def _version_of(answer: object, endpoint: str) -> str:
 def serve_again(urls: Sequence[str], target: PublishTarget, version: int | None) -> None:
     """Let servers that still have the previous version generate again. version: that of an update that they may have
     begun: an embedded server then drops its tensors, and a stock server has received none. Raises no error: a server
-    that fails here has failed before."""
+    that fails here has failed before. One that does not answer is asked once."""
     limit = min(target.timeout_s, _GIVE_UP_S)
-    dropping, continuing = (ServerSet(urls, limit, target.key, goes_on=True) for _ in range(2))
+    dropping = ServerSet(urls, limit, target.key, goes_on=True)
     named = str(version) if target.kind == "embedded" else None
     with contextlib.suppress(RolloutError):
         if version is not None:
             if named is not None:  # one without tensors takes its place
                 dropping.change(endpoints.BEGIN_UPDATE, BeginUpdate(weight_version=named).to_json())
             dropping.change(endpoints.END_UPDATE, EndUpdate(weight_version=named).to_json())
+    continuing = ServerSet(dropping.answering, limit, target.key, goes_on=True)
     with contextlib.suppress(RolloutError):
         continuing.ask(vllm_endpoints.RESUME if target.kind == "vllm" else endpoints.CONTINUE, {})
     for servers in (dropping, continuing):

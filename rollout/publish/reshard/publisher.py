@@ -12,7 +12,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -75,6 +75,7 @@ class ReshardPublisher(TensorPublisher):
         self._membership: Membership
         self._joint: tuple[str, ...] = ()  # the servers in the group
         self._dissolve: Callable[[], object] = _nothing  # once for each membership
+        self._asked = set[str]()  # the servers that it asks to leave
 
     def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport:
         """With ShardedWeights. Raises as TensorPublisher."""
@@ -94,7 +95,7 @@ class ReshardPublisher(TensorPublisher):
                 self._regions = [list(self._shards.regions), *map(self._described, range(1, self._ranks))]
             sent = super()._send(stream, version)
         except BaseException:
-            self._part()
+            self._part(self._joint)
             raise
         finally:
             self._talk.stop()
@@ -126,15 +127,17 @@ class ReshardPublisher(TensorPublisher):
             self._received = [[0] * len(server.messages) for server in self._plan.servers]
             yield
         except BaseException:
-            self._part()
+            self._part(servers.answering)
             raise
         if servers.lost:
-            self._part()
+            self._part(servers.answering)
 
-    def _part(self) -> None:
-        """The group ends. The other ranks leave it as they hear that the publication has ended."""
+    def _part(self, answering: Collection[str]) -> None:
+        """The group ends; of its servers those of `answering` are asked to leave it. The other ranks leave it as they
+        hear that the publication has ended."""
         self._joint = ()
         self._talk.stop()
+        self._asked.intersection_update(answering)
         self._dissolve()
 
     def _make_plan(self, servers: ServerSet) -> None:
@@ -192,7 +195,8 @@ class ReshardPublisher(TensorPublisher):
                 later(store.clear)
 
         asked = self._requests.submit(servers.change_each, endpoints.JOIN_SLICES, bodies, settled)
-        leave = partial(_dissolve, store, servers.urls, name, target.key)
+        self._asked = set(servers.urls)
+        leave = partial(_dissolve, store, self._asked, name, target.key)
         try:
             self._membership = Membership(client, name=name, rank=0, size=size, timeout_s=seconds)
         except GroupFailed:
@@ -298,7 +302,7 @@ class ReshardPublisher(TensorPublisher):
 
 
 def _dissolve(
-    store: list[TCPStore], urls: Sequence[str], name: str, key: ServerKey | None, membership: Membership | None
+    store: list[TCPStore], urls: Collection[str], name: str, key: ServerKey | None, membership: Membership | None
 ) -> None:
     if membership is not None:
         membership.leave()
