@@ -165,6 +165,15 @@ class RolloutConfig(Section):
         return self.max_episode_tokens or self.max_new_tokens
 
     @property
+    def served_tokens(self) -> int | None:
+        """The largest number of tokens of a prompt and its response on a server; None: the model's."""
+        return {
+            "embedded": self.embedded.context_length,
+            "sglang": self.sglang.context_length,
+            "vllm": self.vllm.max_model_len,
+        }[self.engine]
+
+    @property
     def python(self) -> str | None:
         """The Python of the servers' virtual environment; None: the trainer's."""
         return {"embedded": None, "sglang": self.sglang.python, "vllm": self.vllm.python}[self.engine]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 from torch import Tensor
@@ -63,12 +64,11 @@ def drill_down(rollout: RolloutSide, trainer: TrainerRanks, prompts: Sequence[Pr
 
 
 def known_answer(rollout: RolloutSide, trainer: TrainerRanks, prompts: Sequence[Prompt]) -> KnownAnswer:
-    """One text for all publications of a run: of `publish.answer_tokens` tokens, but no longer than a prompt may be."""
+    """One text for all publications of a run, of `answer_tokens`."""
     c = rollout.plan.config
     of_run = comparison(rollout, trainer, ())
     assert of_run.allowed.kl_max is not None, "`allowance` bounds it"
-    longest = min(c.publish.answer_tokens, c.data.max_prompt_tokens, c.max_pack_tokens)
-    text = text_of([p.token_ids for p in prompts], longest)
+    text = text_of([p.token_ids for p in prompts], answer_tokens(c, rollout.plan.hf.config))
     return KnownAnswer(
         trainer=of_run.trainer,
         text=text,
@@ -77,6 +77,13 @@ def known_answer(rollout: RolloutSide, trainer: TrainerRanks, prompts: Sequence[
         exact=c.bit_exact,
         usual=not c.replay.gates,
     )
+
+
+def answer_tokens(c: RunConfig, hf: Mapping[str, Any]) -> int:
+    """`publish.answer_tokens`, but no more than a prompt may have, a micro-batch holds, or a server scores: it samples
+    a token after them. hf: config.json."""
+    served = c.rollout.served_tokens or int(hf.get("max_position_embeddings", 1 << 31))
+    return min(c.publish.answer_tokens, c.data.max_prompt_tokens, c.max_pack_tokens, served - 1)
 
 
 def _settings_of_gaps(c: RunConfig, text: Tensor) -> str:
