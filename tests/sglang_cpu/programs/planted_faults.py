@@ -140,7 +140,7 @@ def old_prefixes(b: Bench) -> None:
     b.look("filling the cache", b.first, sets=[b.long])
     flush: Callable[..., None] = publisher.flush_cache
     vars(publisher)["flush_cache"] = lambda *_: None
-    b.send(b.first, b.own(*names))
+    b.send(b.first, b.own(*names), version=1)
     vars(publisher)["flush_cache"] = flush
     b.look("old prefixes", b.first, sets=[b.long])
 
