@@ -36,7 +36,7 @@ from rollout.sglang.http_replies import (
 )
 from rollout.sglang.layer_states import StockStates
 from rollout.sglang.occupation import Occupation
-from rollout.sglang.payloads import read_generated
+from rollout.sglang.payloads import read_generated, uncollected
 from rollout.sglang.samples import RoutingShape, SampleReader, empty_samples, routing_rows, version_number
 from rollout.sglang.transport import LargeReplies
 from rollout.wire import endpoints
@@ -293,7 +293,9 @@ class SGLangClient(ServerClient):
         body = await self._generated(request)
         try:
             check_ids(body, request.reply_ids)
-            replies = replies_from_json(body, want=len(samples), want_logprobs=True)
+            with uncollected():
+                replies = replies_from_json(body, want=len(samples), want_logprobs=True)
+                del body  # a list for each token
             check_tokens(replies, request, self._vocabulary)
             return self._reader.extend(samples, environment, replies)
         except ValueError as e:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.sglang import payloads
-from rollout.sglang.payloads import read_generated
+from rollout.sglang.payloads import read_generated, uncollected
 
 TEXTS = st.text() | st.sampled_from(['"routed_experts":"#0"', "routed_experts", '\\"routed_experts\\":\\"', "#0"])
 ROUTES = st.none() | st.text("ABCabc019+/=", max_size=40)
@@ -60,3 +61,33 @@ def test_what_is_no_reply_is_read_as_json(body: Any) -> None:
 def test_what_is_not_json_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"JSON|end|expected|unexpected"):
         read_generated(content)
+
+
+def test_no_collection_runs_while_a_reply_is_read_and_the_collector_is_on_again() -> None:
+    """A reply has a list for each token; also after one that is not JSON."""
+    runs = list[str]()
+
+    def seen(phase: str, info: dict[str, int]) -> None:
+        runs.append(phase)
+
+    content = orjson.dumps({"meta_info": {"output_token_logprobs": [[-0.5, i, None] for i in range(50_000)]}})
+    gc.callbacks.append(seen)
+    try:
+        gc.collect()
+        runs.clear()
+        body = read_generated(content)
+        assert len(runs) <= 2, "beginnings and ends: one collection, after it"
+        with uncollected():
+            assert not gc.isenabled() and len(body["meta_info"]["output_token_logprobs"]) == 50_000
+    finally:
+        gc.callbacks.remove(seen)
+    assert gc.isenabled()
+    with pytest.raises(ValueError):
+        read_generated(b'{"meta_info":')
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        read_generated(content)
+        assert not gc.isenabled()  # as the caller had it
+    finally:
+        gc.enable()
