@@ -72,6 +72,8 @@ def test_no_collection_runs_while_a_reply_is_read_and_the_collector_is_on_again(
 
     content = orjson.dumps({"meta_info": {"output_token_logprobs": [[-0.5, i, None] for i in range(50_000)]}})
     gc.callbacks.append(seen)
+    usual = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)  # Python's default
     try:
         gc.collect()
         runs.clear()
@@ -80,6 +82,7 @@ def test_no_collection_runs_while_a_reply_is_read_and_the_collector_is_on_again(
         with uncollected():
             assert not gc.isenabled() and len(body["meta_info"]["output_token_logprobs"]) == 50_000
     finally:
+        gc.set_threshold(*usual)
         gc.callbacks.remove(seen)
     assert gc.isenabled()
     with pytest.raises(ValueError):
