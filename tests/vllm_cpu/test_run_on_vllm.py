@@ -30,14 +30,18 @@ def words(run_dir: Path, *more: str) -> list[object]:
 
 
 def test_three_steps_train_on_samples_of_the_trainer_s_weights(miles_like: Run, tmp_path: Path) -> None:
-    """Weights move far in each step: samples of older ones would be off by more than kernels explain."""
-    done = miles_like(*words(tmp_path / "run"))
+    """Weights move far in each step: samples of older ones would be off by more than the trainer's rounding to bf16
+    explains. The reward has a right answer for a model that knows none."""
+    (tmp_path / "reward.py").write_text("def reward(sample):\n    return float(len(sample.response))\n")
+    done = miles_like(*words(tmp_path / "run", f"reward.name={tmp_path / 'reward.py'}:reward"))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "vLLM servers have no authentication" in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "train/loss" in row]
     assert [row["step"] for row in trained] == [1, 2, 3]
-    assert all(row["mismatch/kl"] < 1e-4 and row["mismatch/known_answer"] < 1e-3 for row in trained)
+    assert all(row["train/grad_norm"] > 0 for row in trained)
+    assert all(row["mismatch/kl"] < 1e-3 and row["mismatch/known_answer"] < 0.02 for row in trained)
+    assert len({row["mismatch/known_answer"] for row in trained}) == 3
     samples = [
         [json.loads(line) for line in (tmp_path / "run" / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
         for step in (1, 2, 3)
