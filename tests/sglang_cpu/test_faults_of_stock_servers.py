@@ -21,7 +21,7 @@ import torch
 from tests.sglang_cpu.conftest import Run
 from tests.sglang_cpu.served import CONFIGS, MODELS, PROGRAMS, ROOT, SETTINGS, START_S, given, serve
 
-pytestmark = pytest.mark.sglang_all
+pytestmark = [pytest.mark.slow, pytest.mark.sglang_all]
 CONTEXT, PROMPTS = 4096, 8
 FLAGS = (
     *("--context-length", "8192", "--max-total-tokens", "70000", "--chunked-prefill-size", "2048"),

@@ -83,7 +83,7 @@ def check_steps(row: Row, steps: int, run_dir: Path) -> None:
         assert line["mismatch/kl"] < (KL_MAX if fresh else 0.1), line["step"]
         assert line["routing/expert_agreement"] > (0.97 if fresh else 0.8), line["step"]
     evaluated = {line["step"] for line in lines(run_dir / "metrics.jsonl") if "eval/heldout/avg@1" in line}
-    assert {0, steps} <= evaluated and (EVALUATED_EVERY in evaluated) is row["evaluation"]
+    assert {0, EVALUATED_EVERY, steps} <= evaluated if row["evaluation"] else not evaluated
 
 
 def check_versions(row: Row, steps: int, run_dir: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -135,7 +136,7 @@ def long_context(b: Bench) -> None:
 
 def old_prefixes(b: Bench) -> None:
     """Prompts whose keys and values other weights have computed: the cache is not flushed with the right ones."""
-    names = [n for n in b.checkpoint.names() if ".self_attn." in n and n.endswith("proj.weight")]
+    names = [n for n in b.checkpoint.names() if re.search(r"\.self_attn\.\w*proj\w*\.weight$", n)]
     b.send(b.first, [NamedTensor(n, x * 2) for n, x in b.own(*names)], version=1)
     b.look("filling the cache", b.first, sets=[b.long])
     flush: Callable[..., None] = publisher.flush_cache
