@@ -27,7 +27,6 @@ from tests.support.reader import Reader
 
 SCRIPT = "benchmarks/chains.py"
 HEADING = "## What came out\n"  # of a page, above its block
-ANSWERED = "eval/heldout/avg@1"  # greedy
 SAMPLED = "eval/heldout/avg@4"
 RANKED = "eval/chain_pairs_heldout/accuracy"
 PREFERRED = "eval/chain_pref_pairs_heldout/accuracy"
@@ -72,7 +71,6 @@ def answer_probability(run: str, commands: str) -> Row:
     return Row("SFT", "probability of the right answer", first(run, key), last(run, key), commands)
 
 
-GREEDY = "greedy accuracy"
 ACCURACY = "accuracy of 4 samples"  # what a policy's training raises: the expected reward
 OF_PAIRS = "held-out pairs ranked right"
 CHAINS = {
@@ -97,12 +95,12 @@ CHAINS = {
         ),
         Row(
             "GRPO",
-            GREEDY,
-            first("chain_cot_grpo", ANSWERED),
-            last("chain_cot_grpo", ANSWERED),
+            ACCURACY,
+            first("chain_cot_grpo", SAMPLED),
+            last("chain_cot_grpo", SAMPLED),
             "train .*cot_grpo|export .*cot_grpo",
         ),
-        Row("student", GREEDY, first("chain_student", ANSWERED), last("chain_student", ANSWERED), "student.toml"),
+        Row("student", ACCURACY, first("chain_student", SAMPLED), last("chain_student", SAMPLED), "student.toml"),
     ],
 }
 

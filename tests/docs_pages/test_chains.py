@@ -27,8 +27,7 @@ from tests.support.pages import ROOT, blocks
 from tests.support.reader import Reader
 
 pytestmark = [pytest.mark.slow, pytest.mark.long(beside="tests/docs_pages/test_docs_snippets.py")]
-GREEDY = "eval/heldout/avg@1"  # of 600 held-out problems: two standard errors are .04
-ACCURACY = "eval/heldout/avg@4"  # of 4 samples of each
+ACCURACY = "eval/heldout/avg@4"  # of 4 samples of each of 600 held-out problems, at temperature 1
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +118,7 @@ def test_long_cot_sft_then_grpo_then_a_smaller_student(home: Reader) -> None:
     assert begun_with(home, "chain_cot_grpo").samefile(sft)
     assert 0 < moved(home, "chain_cot_grpo_hf", "chain_cot_sft_hf") < 0.7
     rows = home.metrics("chain_cot_grpo")
-    assert rows[-1][GREEDY] > rows[0][GREEDY] + 0.02
+    assert rows[-1][ACCURACY] > rows[0][ACCURACY] + 0.02
     teaching = config(home, "chain_student").distillation.started
     assert [Path(t.path).samefile(teacher) for t in teaching.values() if isinstance(t, StartedServer)] == [True]
     sizes = [sum(t.numel() for t in weights(d).values()) for d in (begun_with(home, "chain_student"), teacher)]
@@ -127,4 +126,4 @@ def test_long_cot_sft_then_grpo_then_a_smaller_student(home: Reader) -> None:
     answers = list(read_rows(str(home.home / "runs" / "chain_cot_best.jsonl")))
     assert len(answers) > 800 and sum(" " in row["response"] for row in answers) > len(answers) / 3
     rows = home.metrics("chain_student")
-    assert rows[-1][GREEDY] > rows[0][GREEDY] + 0.04
+    assert rows[-1][ACCURACY] > rows[0][ACCURACY] + 0.04
