@@ -27,8 +27,12 @@ from tests.support.reader import Reader
 
 SCRIPT = "benchmarks/chains.py"
 HEADING = "## What came out\n"  # of a page, above its block
-ACCURACY = "eval/heldout/avg@1"
-PAIRS = "eval/chain_pairs_heldout/accuracy"
+SAMPLED = "eval/heldout/avg@4"
+RANKED = "eval/chain_pairs_heldout/accuracy"
+PREFERRED = "eval/chain_pref_pairs_heldout/accuracy"
+FROM_PAIRS = "eval |data pairs|"  # the answers and the pairs, and then the training
+REWARD_MODEL = rf"{FROM_PAIRS}runs/chain_reward( |$)"
+DPO = rf"{FROM_PAIRS}runs/chain_pref_dpo( |$)"
 Find = Callable[[Path], float]
 
 
@@ -44,6 +48,11 @@ def of_file(name: str, key: str) -> Find:
     return lambda runs: float(json.loads((runs / name).read_text())[key])
 
 
+def tied(runs: Path) -> float:
+    """Before the first step the two answers of each pair are equal, and a tie is half right."""
+    return 0.5
+
+
 def _rows(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -57,33 +66,24 @@ class Row:
     commands: str = ""  # pattern of the commands whose seconds are the row's; "": those of another row
 
 
-SFT = Row(
-    "SFT",
-    "probability of the right answer",
-    first("chain_sft", "eval/heldout/answer_prob"),
-    last("chain_sft", "eval/heldout/answer_prob"),
-    r"runs/chain_sft --set|export runs/chain_sft ",
-)
-GREEDY = "greedy accuracy"
+def answer_probability(run: str, commands: str) -> Row:
+    key = "eval/heldout/answer_prob"
+    return Row("SFT", "probability of the right answer", first(run, key), last(run, key), commands)
+
+
+ACCURACY = "accuracy of 4 samples"  # what a policy's training raises: the expected reward
 OF_PAIRS = "held-out pairs ranked right"
-SFT_GREEDY = of_file("chain_sft.json", "eval/heldout/greedy")
 CHAINS = {
     "chain_reward_model": [
-        SFT,
-        Row(
-            "reward model",
-            OF_PAIRS,
-            first("chain_reward", PAIRS),
-            last("chain_reward", PAIRS),
-            "chain_reward |reward.t",
-        ),
-        Row("PPO", GREEDY, first("chain_ppo", ACCURACY), last("chain_ppo", ACCURACY), "ppo.toml"),
+        answer_probability("chain_sft", r"demonstrations.py|runs/chain_sft( |$)"),
+        Row("reward model", OF_PAIRS, tied, last("chain_reward", RANKED), REWARD_MODEL),
+        Row("PPO", ACCURACY, first("chain_ppo", SAMPLED), last("chain_ppo", SAMPLED), "train .*ppo.toml"),
     ],
     "chain_preferences": [
-        SFT,
-        Row("DPO", OF_PAIRS, first("chain_dpo", PAIRS), last("chain_dpo", PAIRS), "chain_dpo "),
-        Row("DPO", GREEDY, SFT_GREEDY, first("chain_grpo", ACCURACY)),
-        Row("GRPO", GREEDY, first("chain_grpo", ACCURACY), last("chain_grpo", ACCURACY), "grpo.toml"),
+        answer_probability("chain_pref_sft", r"runs/chain_pref_sft( |$)"),
+        Row("DPO", OF_PAIRS, tied, last("chain_pref_dpo", PREFERRED), DPO),
+        Row("DPO", ACCURACY, of_file("chain_pref_sft.json", SAMPLED), first("chain_pref_grpo", SAMPLED)),
+        Row("GRPO", ACCURACY, first("chain_pref_grpo", SAMPLED), last("chain_pref_grpo", SAMPLED), "grpo.toml"),
     ],
     "chain_reasoning": [
         Row(
@@ -95,12 +95,12 @@ CHAINS = {
         ),
         Row(
             "GRPO",
-            GREEDY,
-            first("chain_cot_grpo", ACCURACY),
-            last("chain_cot_grpo", ACCURACY),
+            ACCURACY,
+            first("chain_cot_grpo", SAMPLED),
+            last("chain_cot_grpo", SAMPLED),
             "train .*cot_grpo|export .*cot_grpo",
         ),
-        Row("student", GREEDY, first("chain_student", ACCURACY), last("chain_student", ACCURACY), "student.toml"),
+        Row("student", ACCURACY, first("chain_student", SAMPLED), last("chain_student", SAMPLED), "student.toml"),
     ],
 }
 

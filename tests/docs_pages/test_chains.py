@@ -19,6 +19,7 @@ from torch import Tensor
 
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
+from miles_like.config.sections.distillation import StartedServer
 from miles_like.pipeline.cache import fetched_model
 from rollout.prompts.dataset import read_rows
 from tests.support.own_ray import own_ray
@@ -26,7 +27,7 @@ from tests.support.pages import ROOT, blocks
 from tests.support.reader import Reader
 
 pytestmark = [pytest.mark.slow, pytest.mark.long(beside="tests/docs_pages/test_docs_snippets.py")]
-ACCURACY = "eval/heldout/avg@1"  # greedy, of 600 held-out problems: two standard errors are .04
+ACCURACY = "eval/heldout/avg@4"  # of 4 samples of each of 600 held-out problems, at temperature 1
 
 
 @pytest.fixture(scope="module")
@@ -70,46 +71,44 @@ def figures(reader: Reader, name: str) -> dict[str, Any]:
     return dict(json.loads((reader.home / "runs" / name).read_text()))
 
 
-def check_pairs(reader: Reader) -> None:
+def check_pairs(reader: Reader, name: str) -> None:
     """Of the model's answers to training prompts, none of which is held out, the right one is chosen."""
-    parts = {name: list(read_rows(str(reader.home / "runs" / f"{name}.jsonl"))) for name in PAIRS}
-    for pairs in parts.values():
+    parts = [list(read_rows(str(reader.home / "runs" / f"{name}{part}.jsonl"))) for part in ("", "_heldout")]
+    for pairs in parts:
         assert len(pairs) > 200
         assert all(p["chosen"].strip() == p["answer"] != p["rejected"].strip() for p in pairs)
-    first, second = ({p["prompt"] for p in pairs} for pairs in parts.values())
+    first, second = ({p["prompt"] for p in pairs} for pairs in parts)
     assert not first & second
-
-
-PAIRS = ("chain_pairs", "chain_pairs_heldout")
 
 
 def test_sft_then_a_reward_model_then_ppo(home: Reader) -> None:
     follow(home, "chain_reward_model")
     sft = home.home / "runs" / "chain_sft_hf"
-    check_pairs(home)
+    check_pairs(home, "chain_pairs")
     assert begun_with(home, "chain_reward").samefile(sft) and begun_with(home, "chain_ppo").samefile(sft)
     assert 0 < moved(home, "chain_reward_hf", "chain_sft_hf") < 0.7
     judge = home.metrics("chain_reward")[-1]
-    assert judge["eval/chain_pairs_heldout/accuracy"] > 0.65
+    assert judge["eval/chain_pairs_heldout/accuracy"] > 0.7
     trained_on = config(home, "chain_ppo").reward
     assert trained_on.weights == {"local_reward_model": 1.0} and trained_on.local_reward_model is not None
     assert Path(trained_on.local_reward_model.model).samefile(home.home / "runs" / "chain_reward_hf")
     rows = home.metrics("chain_ppo")
-    assert rows[0][ACCURACY] == pytest.approx(figures(home, "chain_sft.json")["eval/heldout/greedy"], abs=0.01)
-    assert rows[-1][ACCURACY] > rows[0][ACCURACY] + 0.04
+    assert rows[-1][ACCURACY] > rows[0][ACCURACY] + 0.02
     assert rows[-1]["rollout/reward/mean"] > rows[1]["rollout/reward/mean"]
 
 
 def test_sft_then_dpo_then_grpo(home: Reader) -> None:
     follow(home, "chain_preferences")
-    sft, dpo = (home.home / "runs" / f"chain_{name}_hf" for name in ("sft", "dpo"))
-    check_pairs(home)
-    assert begun_with(home, "chain_dpo").samefile(sft) and begun_with(home, "chain_grpo").samefile(dpo)
-    assert 0 < moved(home, "chain_dpo_hf", "chain_sft_hf") < 0.7
-    first = home.metrics("chain_dpo")[0]
-    assert first["eval/chain_pairs_heldout/loss"] == pytest.approx(0.6931, abs=1e-3)  # the policy is the reference
-    rows, before = home.metrics("chain_grpo"), figures(home, "chain_sft.json")["eval/heldout/greedy"]
-    assert rows[0][ACCURACY] > before + 0.02
+    sft, dpo = (home.home / "runs" / f"chain_pref_{name}_hf" for name in ("sft", "dpo"))
+    check_pairs(home, "chain_pref_pairs")
+    assert begun_with(home, "chain_pref_dpo").samefile(sft) and begun_with(home, "chain_pref_grpo").samefile(dpo)
+    assert 0 < moved(home, "chain_pref_dpo_hf", "chain_pref_sft_hf") < 0.7
+    pairs = home.metrics("chain_pref_dpo")
+    key = "eval/chain_pref_pairs_heldout"
+    assert pairs[0][f"{key}/loss"] == pytest.approx(0.6931, abs=1e-3)  # the policy is the reference
+    assert pairs[-1][f"{key}/accuracy"] > 0.65
+    rows, before = home.metrics("chain_pref_grpo"), figures(home, "chain_pref_sft.json")[ACCURACY]
+    assert rows[0][ACCURACY] > before
     assert rows[-1][ACCURACY] > rows[0][ACCURACY] + 0.02
 
 
@@ -121,7 +120,7 @@ def test_long_cot_sft_then_grpo_then_a_smaller_student(home: Reader) -> None:
     rows = home.metrics("chain_cot_grpo")
     assert rows[-1][ACCURACY] > rows[0][ACCURACY] + 0.02
     teaching = config(home, "chain_student").distillation.started
-    assert [Path(t.path).samefile(teacher) for t in teaching.values()] == [True]
+    assert [Path(t.path).samefile(teacher) for t in teaching.values() if isinstance(t, StartedServer)] == [True]
     sizes = [sum(t.numel() for t in weights(d).values()) for d in (begun_with(home, "chain_student"), teacher)]
     assert 3 * sizes[0] < sizes[1]
     answers = list(read_rows(str(home.home / "runs" / "chain_cot_best.jsonl")))
