@@ -58,7 +58,8 @@ INTRODUCTION = (
     "planned and have not yet run on GPUs; those of [tiny](tiny.md) run on a laptop."
 )
 OF_CHAINS = (
-    "Several runs, each from the former's checkpoint: whole on the tiny model, with figures of a run, and the "
+    "Several runs, each from the former's checkpoint: whole on the tiny model, with the command that writes the "
+    "figures of a run, and the "
     "configurations and keys for a model of 4 B parameters, which have not been run."
 )
 TWINS = (
