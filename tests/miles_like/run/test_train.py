@@ -85,6 +85,7 @@ def run_of(plan: ModelPlan, trainer: Any = None, **more: Any) -> TrainingRun:
         "teachers": None,
         "critic": None,
         "console": console,
+        "launcher": Launcher(),
     }
     run = TrainingRun(trainer=trainer, **parts | more)
     run.publication = TrainerPublication(rollout, trainer, goes_on=False)

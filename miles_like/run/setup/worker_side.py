@@ -1,0 +1,106 @@
+"""The rollout workers of a run: which servers each has, and what it samples with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+
+from miles_like.algorithms.filters import make_filter
+from miles_like.cluster.placement import PlacementPlan, Slot
+from miles_like.cluster.workers.worker import Sampling
+from miles_like.config.run import RunConfig
+from miles_like.config.workers import why_no_workers
+from miles_like.rewards.load import Rewards
+from miles_like.run.setup.model_plan import ModelPlan, model_plan
+from miles_like.run.setup.rollout_side import RolloutSide
+from miles_like.run.setup.sampler import EngineSampler
+from miles_like.types import Prompt
+from rollout.episodes.partial import PartialRollouts
+from rollout.episodes.pool import EnginePool
+from rollout.server_key import ServerKey
+
+T = TypeVar("T")
+
+
+def workers_of(plan: ModelPlan) -> int:
+    """The number of rollout workers of a run; 0: the driver samples."""
+    c = plan.config
+    if c.rollout.workers is not None or c.cluster.nodes == 1:
+        return c.rollout.workers or 0
+    parts = (c.algorithm, c.buffer, c.cluster, c.distillation)
+    alone = why_no_workers(*parts, takes_turns=c.takes_turns) is not None
+    return 0 if alone else len({slot.node for slot in plan.placement.of("rollout")})
+
+
+def shares_of(servers: Sequence[T], workers: int) -> list[list[T]]:
+    """The servers of each worker: consecutive ones, as many for each; where there are fewer servers than workers, some
+    workers have the same one."""
+    if workers > len(servers):
+        return [[servers[w % len(servers)]] for w in range(workers)]
+    ends = [round(len(servers) * w / workers) for w in range(workers + 1)]
+    return [list(servers[a:b]) for a, b in pairwise(ends)]
+
+
+def worker_slots(placement: PlacementPlan, workers: int) -> list[Slot]:
+    """Where each worker is: on the node of its first server, without a GPU."""
+    heads = [slot for slot in placement.of("rollout") if slot.node_rank == 0]
+    return [Slot(role="rollout", index=w, node=own[0].node, gpus=()) for w, own in enumerate(shares_of(heads, workers))]
+
+
+def tokens_of(config: RunConfig) -> Callable[[Prompt], int]:
+    """The most tokens that the samples of a prompt have together."""
+    n, longest = config.train.samples_per_group, config.rollout.longest_answer
+    return lambda prompt: n * (len(prompt.token_ids) + longest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecipe:
+    """Makes what a worker samples with, in its process. key: of the servers. goes_on: requests of a server that does
+    not answer go to others."""
+
+    config: RunConfig
+    run_dir: Path
+    served: Path
+    weights: Path
+    key: ServerKey
+    goes_on: bool
+
+    def __call__(self, urls: Sequence[str]) -> Sampling:
+        """Raises ValueError for a reward, filter or environment that cannot be loaded."""
+        plan = model_plan(self.config, self.run_dir, self.served, self.weights)
+        rollout, rewards = RolloutSide(plan=plan, key=self.key), Rewards(self.config.reward)
+        pool = EnginePool([rollout.client(url) for url in urls], print if self.goes_on else None)
+        partial = PartialRollouts(pool, keep_groups=not self.config.rollout.has_episode_runner)
+        engine = rollout.episode_runner().wrap(partial)
+
+        async def close() -> None:
+            await rewards.close()
+            await engine.close()
+
+        return Sampling(
+            sampler=EngineSampler(
+                rollout=rollout, engine=engine, partial=partial, reward=rewards(None), console=Console()
+            ),
+            partial=partial,
+            engines=pool,
+            filter=make_filter(self.config.algorithm.parts.filter),
+            close=close,
+        )
+
+
+def worker_recipe(rollout: RolloutSide, *, goes_on: bool) -> WorkerRecipe:
+    """goes_on: as in WorkerRecipe."""
+    plan = rollout.plan
+    return WorkerRecipe(
+        config=plan.config,
+        run_dir=plan.run_dir.resolve(),
+        served=plan.served.resolve(),
+        weights=plan.weights.resolve(),
+        key=rollout.key,
+        goes_on=goes_on,
+    )

@@ -1,0 +1,339 @@
+"""Rollout workers that end, lose what they hold, are slow or full: every sample issued is trained once or discarded
+once with its reason, and what is trained is freed.
+
+A loop of producer, buffer, feed and ledger over workers that make samples at once; the trainer is a stand-in that asks
+for the portions of its ranks. Not covered: Ray (test_actors.py), servers and models (tests/laws).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from miles_like.batch.packer import Packer
+from miles_like.batch.portion import filled
+from miles_like.checkpoint.ledger import Ledger
+from miles_like.checkpoint.saved_groups import read_groups
+from miles_like.cluster.workers.pool import RolloutWorkers, WorkerEnded
+from miles_like.cluster.workers.worker import Sampling
+from miles_like.loop.buffer import LOST, DataBuffer, Taken
+from miles_like.loop.feed import Feed
+from miles_like.loop.producer import Producer
+from miles_like.report.progress import PhaseBar
+from miles_like.stopping import StopRequest
+from miles_like.types import ColumnsLostError, PlannedBatch, Prompt, RecordGroup, SampleGroup, SampleRecord
+from routing_replay.align import ShardSpec
+from tests.support.local_workers import LocalWorkers
+from tests.support.made_samples import group, sample
+
+PLACE = (0, ShardSpec(layers=(1, 2)))
+ALL = "all rewards equal"
+
+
+class Made:
+    """What a worker samples with: groups of two, at once or where `gate` is open; each third prompt is refused."""
+
+    version = 0  # that all servers have
+
+    def __init__(self, gate: asyncio.Event | None = None) -> None:
+        self.gate = gate
+        self.running: set[str] = set()
+
+    async def groups(
+        self, round_index: int, prompts: Sequence[Prompt]
+    ) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+        self.running |= {p.id for p in prompts}
+        for i, prompt in enumerate(prompts):
+            if self.gate is not None:
+                await self.gate.wait()
+            await asyncio.sleep(0)
+            yield i, SampleGroup(prompt=prompt, samples=made(prompt.id, self.version).samples)
+
+    async def abort(self) -> None: ...
+
+    @contextlib.asynccontextmanager
+    async def suspended(self) -> AsyncIterator[None]:
+        yield
+
+    def state(self) -> Mapping[str, SampleGroup]:
+        return {f"7/{p}": made(p) for p in sorted(self.running)[:1]}
+
+    def restore(self, state: Mapping[str, SampleGroup]) -> None:
+        self.running |= {name.partition("/")[2] for name in state}
+
+    def __call__(self, urls: Sequence[str]) -> Sampling:
+        async def close() -> None: ...
+
+        def refused(found: SampleGroup) -> str | None:
+            return ALL if int(found.prompt.id) % 3 == 2 else None
+
+        own: Any = Made(self.gate)
+        return Sampling(sampler=own, partial=own, engines=own, filter=refused, close=close)
+
+
+def made(prompt_id: str, version: int = 0) -> SampleGroup:
+    how: Any = {"routing": True, "version": version}
+    return group([sample(prompt_id, i, first_token=100 * int(prompt_id) + i, reward=float(i), **how) for i in range(2)])
+
+
+@dataclass
+class Loop:
+    """A run's loop over `workers`, whose trainer fills the batch of its only rank."""
+
+    start: LocalWorkers
+    groups: int = 3
+    max_staleness: int = 0
+    bound: int = 1 << 40
+    lockstep: bool = False
+    dealt: int = 0
+    trained: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    before_pull: Callable[[int], Any] = lambda step: None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    step: int = 0
+    done: set[tuple[int, int]] = field(default_factory=set)  # holder and key of what is trained
+
+    def __post_init__(self) -> None:
+        self.workers = RolloutWorkers(
+            start=self.start, tokens=lambda prompt: 10, say=self.said.append, bound=self.bound
+        )
+        self.ledger = Ledger(None)
+        self.buffer = DataBuffer(
+            max_staleness=self.max_staleness, samples=2, ledger=self.ledger, release=self.workers.release
+        )
+        self.producer = Producer(
+            groups=self.groups,
+            buffer=self.buffer,
+            source=self,
+            sampler=self.workers,
+            capacity=self.workers,
+            lockstep=self.lockstep,
+            max_rounds=10,
+        )
+        self.feed = Feed(
+            buffer=self.buffer, producer=self.producer, stop=StopRequest(), progress=PhaseBar(9, Console())
+        )
+        self.workers.lost = self.feed.lose_of
+
+    def take(self, n: int) -> list[Prompt]:
+        self.dealt += n
+        return [Prompt(id=str(i), token_ids=(1,), answer="") for i in range(self.dealt - n, self.dealt)]
+
+    async def train(self, record: Loop, taken: list[Taken]) -> None:
+        """One rank fills what it would train; every value is that of the sample that was made."""
+        groups = [t.group for t in taken]
+        assert all(isinstance(g, RecordGroup) for g in groups)
+        (batch,) = Packer(dp_size=1, max_tokens=64).steps(groups, [[1.0, -1.0]] * len(groups))
+        assert isinstance(batch, PlannedBatch)
+        self.before_pull(self.step)
+        pulled = await self.workers.pull(batch, [PLACE])
+        for m in filled(batch.grid[0], [parcel.value for parcel in pulled.portions[PLACE]]):
+            for name, a, b in zip(m.samples, m.cu_seqlens.tolist(), m.cu_seqlens.tolist()[1:], strict=False):
+                whole = made(name.split("/")[0]).samples[int(name.split("/")[1])]
+                assert torch.equal(m.tokens[a:b], whole.token_ids[:-1]) and m.routing is not None
+        self.trained += [g.prompt.id for g in groups]
+
+    async def run(self, steps: int) -> None:
+        Made.version = 0
+        await self.workers.begin()
+        async with self.feed.sampling():
+            for self.step in range(steps):
+                taken: list[Taken] = []
+
+                async def train(record: Loop, groups: list[Taken], own: list[Taken] = taken) -> None:
+                    await self.train(record, groups)
+                    own[:] = groups
+
+                assert await asyncio.wait_for(self.feed.use(self, train), 20)
+                await self.feed.drain()
+                for t in taken:
+                    self.ledger.train(self.step + 1, t.group_id, t.group)
+                self.workers.release([t.group for t in taken])
+                self.done |= keys_of([t.group for t in taken])
+                assert not self.done & await self.held()
+                self.ledger.check(self.buffer.group_ids)
+                self.ledger.flush(self.step + 1)
+                Made.version = self.step + 1
+                self.feed.published(self.step + 1)
+        await self.feed.discard_rest()
+
+    async def held(self) -> set[tuple[int, int]]:
+        """What the workers hold after all calls that were sent before."""
+        return {(number, key) for number, keys in (await self.workers.held()).items() for key in keys}
+
+
+def looped(steps: int, factory: Any = None, workers: int = 2, slow_s: Sequence[float] = (), **more: Any) -> Loop:
+    async def run() -> Loop:
+        start = LocalWorkers([[f"http://{w}"] for w in range(workers)], factory or Made(), slow_s)
+        loop = Loop(start=start, **more)
+        await loop.run(steps)
+        return loop
+
+    return asyncio.run(run())
+
+
+def keys_of(groups: Sequence[SampleGroup]) -> set[tuple[int, int]]:
+    return {(s.holder, s.key) for g in groups for s in g.samples if isinstance(s, SampleRecord)}
+
+
+def totals(loop: Loop) -> dict[str, float]:
+    return {k.removeprefix("ledger/"): v for k, v in loop.ledger.metrics().items()}
+
+
+def test_every_sample_is_trained_or_discarded_and_freed() -> None:
+    loop = looped(4)
+    assert len(loop.trained) == 12 == len(set(loop.trained)) and all(int(p) % 3 != 2 for p in loop.trained)
+    assert loop.ledger._discarded[ALL] > 0
+    assert {link.number: link.worker.holder.keys for link in loop.start.links} == {0: (), 1: ()}
+    assert {link.number: link.worker.holder.nbytes for link in loop.start.links} == {0: 0, 1: 0}
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_worker_that_ends_is_replaced_and_its_prompts_are_sampled_again(lockstep: bool) -> None:
+    """It ends before ranks pull, with groups of this step and of the next, and once more while it samples."""
+
+    def end(step: int) -> None:
+        if step == 1 and len(of.start.links) == 2:
+            of.start.links[0].end()
+
+    async def run() -> None:
+        nonlocal of
+        of = Loop(start=LocalWorkers([["a"], ["b"]], Made()), max_staleness=2, lockstep=lockstep, before_pull=end)
+        await of.run(4)
+
+    of: Loop = None  # type: ignore[assignment]
+    asyncio.run(run())
+    assert len(of.trained) == 12 == len(set(of.trained))
+    assert [link.number for link in of.start.links] == [0, 1, 2]
+    lost = of.ledger._discarded[LOST]
+    found = totals(of)
+    assert lost >= 2 and found["issued"] == found["trained"] + found["discarded"] and not found["in_flight"]
+    assert len(of.said) == 1 and "worker 0" in of.said[0]
+    assert of.buffer.dropped[LOST] == lost / 2  # each of them again under another group id
+
+
+def test_a_worker_that_ends_while_it_samples_gives_its_prompts_to_the_others() -> None:
+    gate = asyncio.Event()
+
+    async def run() -> Loop:
+        loop = Loop(start=LocalWorkers([["a"], ["b"]], Made(gate)))
+        running = asyncio.create_task(loop.run(2))
+        while len(loop.start.links) < 2 or not all(link.worker._shares for link in loop.start.links):
+            await asyncio.sleep(0.01)
+        loop.start.links[1].end()
+        gate.set()
+        await running
+        return loop
+
+    loop = asyncio.run(run())
+    assert len(loop.trained) == 6 == len(set(loop.trained)) and loop.ledger._discarded[LOST] > 0
+
+
+def test_a_lost_object_costs_its_group_alone() -> None:
+    """The worker goes on; what else the step took waits for the next try."""
+    lost: list[str] = []
+
+    def lose(step: int) -> None:
+        if step == 1 and not lost:
+            holder = of.start.links[0].worker.holder
+            key = holder.keys[0]
+            lost.append(holder.group(key).prompt.id)
+            of.start.links[0].objects.lost.add(id(holder._held[key]))
+
+    async def run() -> None:
+        nonlocal of
+        of = Loop(start=LocalWorkers([["a"]], Made()), before_pull=lose)
+        await of.run(3)
+
+    of: Loop = None  # type: ignore[assignment]
+    asyncio.run(run())
+    assert len(of.trained) == 9 == len(set(of.trained))
+    assert of.ledger._discarded[LOST] == 2 and lost[0] in of.trained and not of.said
+
+
+def test_a_full_store_admits_no_prompt_before_a_step_is_trained() -> None:
+    """The bound holds but for the step that makes room; without it the buffer fills."""
+    most: dict[int, int] = {}
+    for bound in (1, 1 << 40):
+        loop = looped(4, max_staleness=4, bound=bound)
+        assert len(loop.trained) == 12
+        most[bound] = loop.dealt
+    assert most[1] < most[1 << 40]
+
+
+def test_a_slow_worker_delays_its_groups_alone() -> None:
+    assert len(looped(3, slow_s=(0.02, 0.0)).trained) == 9
+
+
+def test_workers_that_end_again_and_again_end_the_run() -> None:
+    async def run() -> None:
+        loop = Loop(start=LocalWorkers([["a"]], Made(gate := asyncio.Event())))
+        running = asyncio.create_task(loop.run(1))
+        for _ in range(5):
+            while not loop.start.links or loop.start.links[-1]._ended.is_set():
+                await asyncio.sleep(0.01)
+                if running.done():
+                    break
+            loop.start.links[-1].end()
+        gate.set()
+        await running
+
+    with pytest.raises(RuntimeError, match="no rollout worker is left"):
+        asyncio.run(run())
+
+
+def test_the_state_at_a_boundary_is_written_and_taken_over(tmp_path: Path) -> None:
+    """Also after what waited there was trained; complete groups get records again, unfinished ones their worker."""
+
+    async def run() -> None:
+        loop = Loop(start=LocalWorkers([["a"], ["b"]], Made()))
+        await loop.workers.begin()
+        prompts = loop.take(4)
+        found = {str(i): g async for i, g in loop.workers.groups(0, prompts)}
+        kept = {f"ready/{i}": found[i] for i in ("0", "1")}
+        await loop.workers.boundary(kept)
+        loop.workers.release(list(found.values()))
+        files = await loop.workers.write(tmp_path)
+        saved = {k: g for name in files for k, g in read_groups(tmp_path / name).items()}
+        assert {k for k in saved if k.startswith("ready/")} == set(kept)
+        assert torch.equal(saved["ready/1"].samples[1].token_ids, made("1").samples[1].token_ids)
+
+        again = Loop(start=LocalWorkers([["a"], ["b"]], Made()))
+        await again.workers.begin()
+        back = await again.workers.take_over({tmp_path / name: sha for name, sha in files.items()})
+        assert {k: [r.reward for r in g.samples] for k, g in back.items()} == {key: [0.0, 1.0] for key in kept}
+        assert set(again.workers._homes.values()) == {0, 1}
+        damaged = next(iter(files))
+        with open(tmp_path / damaged, "ab") as out:
+            out.write(b" ")
+        with pytest.raises(ValueError, match="was changed"):
+            await again.workers.take_over({tmp_path / damaged: files[damaged]})
+
+    asyncio.run(run())
+
+
+def test_what_a_worker_does_not_hold_is_named() -> None:
+    async def run() -> None:
+        loop = Loop(start=LocalWorkers([["a"]], Made()))
+        await loop.workers.begin()
+        groups = [g async for _, g in loop.workers.groups(0, loop.take(1))]
+        (batch,) = Packer(dp_size=1, max_tokens=64).steps(groups, [[1.0, 1.0]])
+        assert isinstance(batch, PlannedBatch)
+        loop.workers.release(groups)
+        await asyncio.sleep(0)
+        with pytest.raises(ColumnsLostError) as lost:
+            await loop.workers.pull(batch, [PLACE])
+        assert lost.value.has_lost(groups[0])
+        loop.start.links[0].end()
+        with pytest.raises(WorkerEnded):
+            await loop.start.links[0].call("held")
+
+    asyncio.run(run())
