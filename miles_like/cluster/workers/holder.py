@@ -96,11 +96,23 @@ class ColumnHolder:
         replayed: as in `pack`. Raises ColumnsLostError for a group that is not held, RuntimeError for a sample that is
         not the one of the record, and ValueError as `check_routes` and `portion_of`.
         """
-        groups = {key: self.group(key) for key in dict.fromkeys(of.key for of in wanted.values())}
+        groups = self._all(dict.fromkeys(of.key for of in wanted.values()))
         samples = {name: self._found(groups[of.key], of) for name, of in wanted.items()}
         check_routes(list(samples.values()), replayed=replayed)
         found = [portion_of(cells, samples, part) for part in parts]
         return [portion for portion in found if portion is not None]
+
+    def _all(self, keys: Iterable[int]) -> dict[int, SampleGroup]:
+        """The groups. Raises ColumnsLostError naming all that are lost."""
+        found, lost = dict[int, SampleGroup](), list[ColumnsLostError]()
+        for key in keys:
+            try:
+                found[key] = self.group(key)
+            except ColumnsLostError as e:
+                lost.append(e)
+        if lost:
+            raise ColumnsLostError(str(lost[0]), [one for e in lost for one in e.lost])
+        return found
 
     def _found(self, group: SampleGroup, of: Wanted) -> Sample:
         sample = next((s for s in group.samples if s.index == of.sample), None)
