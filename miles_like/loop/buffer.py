@@ -142,11 +142,16 @@ class DataBuffer:
 
     async def lose(self, is_lost: Callable[[SampleGroup], bool]) -> list[Prompt]:
         """Discards the groups that wait here and are lost; returns their prompts."""
-        gone = [(i, e) for i, e in self._waiting.items() if e.group is not None and is_lost(e.group)]
-        for group_id, entry in gone:
-            self._drop(group_id, LOST, entry.group)
+        gone = self.drop_lost([i for i, e in self._waiting.items() if e.group is not None and is_lost(e.group)])
         await self._wake()
-        return [entry.prompt for _, entry in gone]
+        return gone
+
+    def drop_lost(self, group_ids: Sequence[int]) -> list[Prompt]:
+        """Discards groups that are lost; returns their prompts."""
+        entries = [(group_id, self._waiting[group_id]) for group_id in group_ids]
+        for group_id, entry in entries:
+            self._drop(group_id, LOST, entry.group)
+        return [entry.prompt for _, entry in entries]
 
     async def give_back(self, taken: Sequence[Taken]) -> None:
         """Groups that were taken and not trained wait again."""

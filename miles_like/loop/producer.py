@@ -331,6 +331,10 @@ class Producer:
             group_ids = {t: prompts[t] for t in w["tickets"] if t in prompts}
             if group_ids:
                 self._rounds[w["number"]] = _Round(number=w["number"], group_ids=group_ids)
+        sampled = {t for round_ in self._rounds.values() for t in round_.group_ids}
+        # those that were complete in a worker which ended before it saved them
+        if lost := self.buffer.drop_lost([t for t in prompts if t not in sampled]):
+            self.lost(lost)
 
 
 def _why_empty(group: SampleGroup) -> str:

@@ -18,7 +18,6 @@ from miles_like.algorithms.truncation import make_overlong
 from miles_like.alignment.allowance import of_steps
 from miles_like.alignment.server_checks import RunChecks
 from miles_like.batch.packer import Packer
-from miles_like.batch.parcel import refuse_parcels
 from miles_like.checkpoint.run_state import group_files
 from miles_like.cluster.rollout_servers import RayServers
 from miles_like.cluster.trainer_ranks import RayTrainer
@@ -36,7 +35,7 @@ from miles_like.loop.recorder import InThisProcess, Recorder
 from miles_like.loop.saver import Saver
 from miles_like.loop.state import KNOWN_ANSWER, LoopState
 from miles_like.loop.step_bounds import StepBounds
-from miles_like.preflight.checks import check_over_sampling
+from miles_like.preflight.checks import check_over_sampling, check_workers_reward
 from miles_like.protocols import Algorithm, GroupFilter, RolloutEngine, TrainerRanks
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards
@@ -50,7 +49,7 @@ from miles_like.run.setup.sampler import EngineSampler
 from miles_like.run.setup.teachers import RunTeachers
 from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter
 from miles_like.run.setup.turn_taking import TurnTaking, release_servers, released
-from miles_like.run.setup.worker_side import tokens_of
+from miles_like.run.setup.worker_side import tokens_of, workers_of
 from miles_like.stopping import Deadline, StopRequest, command_began, run_to_end
 from miles_like.turns.users import TurnFeed
 from miles_like.types import GREEDY, PublishReport, SampleGroup
@@ -84,6 +83,7 @@ def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
     c = plan.config
     rewards = Rewards(c.reward)
     check_over_sampling(c, rewards(None))
+    check_workers_reward(workers_of(plan), rewards(None))
     source = PromptSource(c.data, plan.tokenizer, seed=c.seed, compared_by=rewards(None).compares)
     held = held_out(c.eval_sets, c.data, plan.tokenizer, rewards)
     shared = decontaminate(source, {h.config.name: h.prompts for h in held}, c.data.decontaminate)
@@ -302,12 +302,13 @@ class TrainingRun:
         _say(self.console, f"{why}; its requests go to other servers, and the next publication replaces it")
 
     async def workers(self, urls: Sequence[str], *, goes_on: bool) -> RolloutWorkers | None:
-        """The rollout workers, with the groups of the checkpoint if the run resumes; None: this process samples. It is
-        sent no value of a token from now on. goes_on: as in `WorkerRecipe`."""
+        """The rollout workers, with the groups of the checkpoint if the run resumes; None: this process samples.
+
+        goes_on: as in `WorkerRecipe`.
+        """
         start, c = self.launcher.workers(self.rollout, urls, goes_on=goes_on), self.config
         if start is None:
             return None
-        refuse_parcels("the driver")
         workers = RolloutWorkers(
             start=start, tokens=tokens_of(c), say=partial(_say, self.console), bound=c.rollout.held_bytes
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from miles_like.batch.parcel import refuse_parcels
 from miles_like.cluster.rank import Place
 from miles_like.cluster.trainer_ranks import Pulled
 from miles_like.cluster.workers.holder import Wanted, keys_of
@@ -103,7 +104,9 @@ class RolloutWorkers:
     _restarting: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def begin(self) -> None:
-        """Starts all workers. Raises RuntimeError where one does not start."""
+        """Starts all workers; from now until `close` this process cannot open what they hold. Raises RuntimeError where
+        one does not start."""
+        refuse_parcels("the driver")
         slots = range(len(self.start.urls))
         numbers = [next(self._numbers) for _ in slots]
         links = await all_or_first_error(self.start(slot, number) for slot, number in zip(slots, numbers, strict=True))
@@ -355,13 +358,20 @@ class RolloutWorkers:
                 self._ended(worker, str(e))
 
     async def write(self, folder: Path) -> dict[str, str]:
-        """Writes the groups of the last boundary into a checkpoint's folder: file -> SHA-256. Raises RuntimeError where
-        a worker has ended since."""
+        """Writes the groups of the last boundary into a checkpoint's folder: file -> SHA-256. Groups of a worker that
+        has ended since are left out, and sampled again after a resume."""
         names = {w.number: f"{GROUPS_FOLDER}/{slot}.safetensors" for slot, w in enumerate(self._workers)}
-        sums = await all_or_first_error(
-            w.link.call("write", folder.resolve() / names[w.number]) for w in self._workers if not w.ended
-        )
-        return dict(zip([names[w.number] for w in self._workers if not w.ended], sums, strict=True))
+        there = [w for w in self._workers if not w.ended]
+        sums = await all_or_first_error(self._sum_of(w, folder.resolve() / names[w.number]) for w in there)
+        return {names[w.number]: s for w, s in zip(there, sums, strict=True) if s is not None}
+
+    async def _sum_of(self, worker: _Worker, path: Path) -> str | None:
+        try:
+            found: str = await worker.link.call("write", path)
+        except WorkerEnded as e:
+            self._ended(worker, str(e))
+            return None
+        return found
 
     async def take_over(self, files: Mapping[Path, str | None]) -> Mapping[str, SampleGroup]:
         """Lets the workers take over the groups of a checkpoint's files (path -> SHA-256): key -> records of a complete
@@ -397,6 +407,7 @@ class RolloutWorkers:
         await self._all("close")
         for worker in self._workers:
             worker.link.end()
+        refuse_parcels(None)
 
 
 def _firsts(groups: Collection[SampleGroup]) -> list[SampleRecord]:

@@ -18,13 +18,13 @@ import ray
 from ray.exceptions import OwnerDiedError
 
 from miles_like.batch.packer import Packer
-from miles_like.batch.parcel import ParcelRefusedError, refuse_parcels
+from miles_like.batch.parcel import ParcelRefusedError
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.workers import actors
 from miles_like.cluster.workers.actors import ActorLink, StartActor
 from miles_like.loop.buffer import LOST
 from miles_like.nodes.session import start_ray, stop_ray
-from miles_like.types import PlannedBatch, PlannedMicroBatch
+from miles_like.types import PlannedBatch, PlannedMicroBatch, Prompt
 from tests.support.own_ray import this_node
 from tests.support.worker_loop import PLACE, Loop, Made, contents
 
@@ -32,9 +32,7 @@ from tests.support.worker_loop import PLACE, Loop, Made, contents
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Any]:
     start_ray(None)
-    refuse_parcels("the driver")
     yield this_node()
-    refuse_parcels(None)
     stop_ray()
 
 
@@ -50,8 +48,22 @@ def looped(nodes: Any, logs: Path, **more: Any) -> Loop:
     return Loop(start=start, max_staleness=9, fill=by_task, **more)
 
 
+async def opens_nothing(loop: Loop) -> None:
+    """The driver has the references that ranks open. Errors of sampling come to it as they are."""
+    groups = [g async for _, g in loop.workers.groups(0, [Prompt(id="300", token_ids=(1,), answer="")])]
+    (batch,) = Packer(dp_size=1, max_tokens=64).steps(groups, [[1.0, 1.0]])
+    assert isinstance(batch, PlannedBatch)
+    pulled = await loop.workers.pull(batch, [PLACE])
+    assert len(await by_task(batch.grid[0], pulled.portions[PLACE])) == 2 and pulled.route_bytes
+    with pytest.raises(Exception, match="the driver") as refused:
+        ray.get(next(iter(pulled.portions[PLACE])))
+    assert isinstance(refused.value, ParcelRefusedError) or "ParcelRefusedError" in repr(refused.value)
+    with pytest.raises(ValueError, match="invalid literal"):
+        [g async for _, g in loop.workers.groups(0, [Prompt(id="x", token_ids=(1,), answer="")])]
+
+
 @pytest.mark.slow
-def test_a_killed_worker_costs_its_groups(nodes: Any, tmp_path: Path) -> None:
+def test_a_killed_worker_costs_its_groups_and_the_driver_opens_no_values(nodes: Any, tmp_path: Path) -> None:
     async def run() -> Loop:
         loop = looped(nodes, tmp_path)
         killed: list[int] = []
@@ -65,6 +77,7 @@ def test_a_killed_worker_costs_its_groups(nodes: Any, tmp_path: Path) -> None:
 
         loop.before_pull = kill
         await loop.run(3)
+        await opens_nothing(loop)
         await loop.workers.close()
         return loop
 
@@ -82,25 +95,3 @@ def test_an_object_that_ray_has_lost_is_not_there(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ray, "get", lost)
     with pytest.raises(LookupError, match="OwnerDiedError"):
         actors.ObjectStore().get(None)
-
-
-@pytest.mark.slow
-def test_the_driver_opens_no_values(nodes: Any, tmp_path: Path) -> None:
-    """It has the references that ranks open. Errors of sampling come to it as they are."""
-
-    async def run() -> None:
-        loop = looped(nodes, tmp_path)
-        await loop.workers.begin()
-        groups = [g async for _, g in loop.workers.groups(0, loop.take(2))]
-        (batch,) = Packer(dp_size=1, max_tokens=64).steps(groups, [[1.0, 1.0]] * 2)
-        assert isinstance(batch, PlannedBatch)
-        pulled = await loop.workers.pull(batch, [PLACE])
-        assert len(await by_task(batch.grid[0], pulled.portions[PLACE])) == 4 and pulled.route_bytes
-        with pytest.raises(Exception, match="the driver") as refused:
-            ray.get(next(iter(pulled.portions[PLACE])))
-        assert isinstance(refused.value, ParcelRefusedError) or "ParcelRefusedError" in repr(refused.value)
-        with pytest.raises(ValueError, match="invalid literal"):
-            [g async for _, g in loop.workers.groups(0, [loop.take(1)[0].__class__(id="x", token_ids=(1,), answer="")])]
-        await loop.workers.close()
-
-    asyncio.run(run())
