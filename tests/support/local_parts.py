@@ -20,7 +20,7 @@ from miles_like.protocols import LossFn
 from miles_like.run.setup.launcher import Launcher
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.rollout_side import RolloutSide
-from miles_like.run.setup.worker_side import shares_of, worker_recipe, workers_of
+from miles_like.run.setup.worker_side import worker_recipe, worker_slots, workers_of
 from rollout.sglang.servers import ServerLaunch, embedded_command
 from tests.support.forked import Forked, Gone
 from tests.support.local_workers import LocalWorkers
@@ -149,7 +149,8 @@ class LocalLauncher(Launcher):
     def workers(self, rollout: RolloutSide, urls: Sequence[str], *, goes_on: bool) -> Any:
         """In the driver's process."""
         n = workers_of(rollout.plan)
-        return LocalWorkers(shares_of(urls, n), worker_recipe(rollout, goes_on=goes_on)) if n else None
+        shares = [[urls[s] for s in own] for _, own in worker_slots(rollout.plan.placement, n)] if n else []
+        return LocalWorkers(shares, worker_recipe(rollout, goes_on=goes_on)) if n else None
 
     def servers(self, rollout: RolloutSide, version: int, *, routing: bool = True) -> Any:
         plan, ports = rollout.plan, [free_port() for _ in self.server_processes]

@@ -20,7 +20,7 @@ from miles_like.protocols import LossFn
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.run_cluster import RunCluster
-from miles_like.run.setup.worker_side import shares_of, worker_recipe, worker_slots, workers_of
+from miles_like.run.setup.worker_side import worker_recipe, worker_slots, workers_of
 
 
 class Launcher:
@@ -84,10 +84,11 @@ class Launcher:
         plan, n = rollout.plan, workers_of(rollout.plan)
         if not n:
             return None
+        slots = worker_slots(plan.placement, n)
         return StartActor(
             nodes=self.nodes(plan),
-            slots=worker_slots(plan.placement, n),
-            urls=shares_of(urls, n),
+            slots=[slot for slot, _ in slots],
+            urls=[[urls[s] for s in own] for _, own in slots],
             factory=worker_recipe(rollout, goes_on=goes_on),
             logs=plan.logs,
         )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
 
 from rich.console import Console
 
@@ -24,8 +23,6 @@ from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.pool import EnginePool
 from rollout.server_key import ServerKey
 
-T = TypeVar("T")
-
 
 def workers_of(plan: ModelPlan) -> int:
     """The number of rollout workers of a run; 0: the driver samples."""
@@ -37,19 +34,26 @@ def workers_of(plan: ModelPlan) -> int:
     return 0 if alone else len({slot.node for slot in plan.placement.of("rollout")})
 
 
-def shares_of(servers: Sequence[T], workers: int) -> list[list[T]]:
-    """The servers of each worker: consecutive ones, as many for each; where there are fewer servers than workers, some
-    workers have the same one."""
-    if workers > len(servers):
-        return [[servers[w % len(servers)]] for w in range(workers)]
-    ends = [round(len(servers) * w / workers) for w in range(workers + 1)]
-    return [list(servers[a:b]) for a, b in pairwise(ends)]
+def shares_of(nodes: Sequence[int], workers: int) -> list[list[int]]:
+    """The servers of each worker, by their numbers; nodes: of each server. With as many workers as nodes each has those
+    of a node; otherwise as many for each, neighbours first. Where there are fewer servers than workers, some workers
+    have the same one."""
+    order = sorted(range(len(nodes)), key=lambda s: (nodes[s], s))
+    if workers > len(nodes):
+        return [[order[w % len(order)]] for w in range(workers)]
+    if workers == len(set(nodes)):
+        return [[s for s in order if nodes[s] == node] for node in sorted(set(nodes))]
+    ends = [round(len(nodes) * w / workers) for w in range(workers + 1)]
+    return [order[a:b] for a, b in pairwise(ends)]
 
 
-def worker_slots(placement: PlacementPlan, workers: int) -> list[Slot]:
-    """Where each worker is: on the node of its first server, without a GPU."""
-    heads = [slot for slot in placement.of("rollout") if slot.node_rank == 0]
-    return [Slot(role="rollout", index=w, node=own[0].node, gpus=()) for w, own in enumerate(shares_of(heads, workers))]
+def worker_slots(placement: PlacementPlan, workers: int) -> list[tuple[Slot, list[int]]]:
+    """Where each worker is, on the node of its first server and without a GPU; and its servers, by their numbers."""
+    nodes = [slot.node for slot in placement.of("rollout") if slot.node_rank == 0]
+    return [
+        (Slot(role="rollout", index=w, node=nodes[own[0]], gpus=()), own)
+        for w, own in enumerate(shares_of(nodes, workers))
+    ]
 
 
 def tokens_of(config: RunConfig) -> Callable[[Prompt], int]:

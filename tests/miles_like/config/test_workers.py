@@ -20,7 +20,7 @@ REFUSED = {
     "remax": (("algorithm.name=remax",), "algorithm.advantage"),
     "a critic": (("algorithm.name=ppo",), "algorithm.advantage"),
     "a user's advantage": (("algorithm.advantage=a:b",), "a:b"),
-    "a penalty in the reward": (("algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"), "0.1"),
+    "a penalty in the reward": (("algorithm.kl_in=reward", "algorithm.kl_coefficient=0.1"), "0.1"),
     "turns": (("cluster.colocate=true",), "cluster.colocate"),
     "old tokens": (
         (
@@ -52,13 +52,14 @@ def test_a_worker_for_each_node_with_servers_where_there_are_several() -> None:
     assert workers_of(planned()) == 0 and workers_of(planned("rollout.servers=4")) == 0
     plan = planned("cluster.nodes=2", "rollout.servers=3")
     assert workers_of(plan) == 2
-    assert [slot.node for slot in worker_slots(plan.placement, 2)] == [0, 1]
+    assert [(slot.node, servers) for slot, servers in worker_slots(plan.placement, 2)] == [(0, [0, 2]), (1, [1])]
     assert workers_of(planned("cluster.nodes=2", "rollout.servers=3", "rollout.workers=0")) == 0
     assert workers_of(planned("cluster.nodes=2", "rollout.servers=3", "algorithm.name=remax")) == 0
     assert workers_of(planned("rollout.workers=3")) == 3
 
 
 def test_servers_are_divided_evenly_and_shared_where_there_are_too_few() -> None:
-    assert shares_of("abcde", 2) == [["a", "b"], ["c", "d", "e"]]
-    assert shares_of("ab", 3) == [["a"], ["b"], ["a"]]
-    assert shares_of("abc", 3) == [["a"], ["b"], ["c"]]
+    assert shares_of([0, 0, 0, 0, 0], 2) == [[0, 1], [2, 3, 4]]
+    assert shares_of([0, 1, 0, 1], 2) == [[0, 2], [1, 3]]
+    assert shares_of([0, 1, 0, 1], 3) == [[0], [2, 1], [3]]
+    assert shares_of([0, 0], 3) == [[0], [1], [0]]
