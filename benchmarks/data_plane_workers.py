@@ -49,7 +49,12 @@ class Replayed:
         )
         sampler: Any = _Sampler(client, SamplingParams(max_new_tokens=self.tokens))
         return Sampling(
-            sampler=sampler, partial=sampler, engines=sampler, filter=lambda group: None, close=client.close
+            sampler=sampler,
+            partial=sampler,
+            engines=sampler,
+            filter=lambda group: None,
+            answer=sampler,
+            close=client.close,
         )
 
 

@@ -266,6 +266,7 @@ class TrainingRun:
                 progress=progress,
                 runner=self.runner,
                 lost=lost,
+                workers=workers,
             )
             teaching = teachers if c.distillation.teaching else None
             sampler = workers or self.sampler(engine, partial, teaching)

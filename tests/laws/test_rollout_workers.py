@@ -21,7 +21,14 @@ from tests.support.kill_points import Kill
 from tests.support.local_run import Runs, tensors, untimed
 
 HERE = "tests/laws/test_rollout_workers.py"
-STEPS = ("train.steps=3", "eval.every=0", "checkpoint.every=1", "parallel.dp=2", "rollout.servers=2")
+STEPS = (
+    "train.steps=3",
+    "eval.every=2",
+    "eval.max_prompts=4",
+    "checkpoint.every=1",
+    "parallel.dp=2",
+    "rollout.servers=2",
+)
 
 
 @pytest.fixture(scope="module")

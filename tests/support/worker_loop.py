@@ -22,7 +22,15 @@ from miles_like.loop.feed import Feed
 from miles_like.loop.producer import Producer
 from miles_like.report.progress import PhaseBar
 from miles_like.stopping import StopRequest
-from miles_like.types import PlannedBatch, PlannedMicroBatch, Prompt, RecordGroup, SampleGroup, SampleRecord
+from miles_like.types import (
+    PlannedBatch,
+    PlannedMicroBatch,
+    Prompt,
+    RecordGroup,
+    SampleGroup,
+    SampleRecord,
+    SamplingParams,
+)
 from routing_replay.align import ShardSpec
 from tests.support.made_samples import group, sample
 
@@ -68,7 +76,13 @@ class Made:
             return ALL if int(found.prompt.id) % 3 == 2 else None
 
         own: Any = Made(self.gate)
-        return Sampling(sampler=own, partial=own, engines=own, filter=refused, close=close)
+
+        async def answer(
+            reward: str | None, prompts: Sequence[Prompt], *, n: int, params: SamplingParams
+        ) -> Sequence[SampleGroup]:
+            return [SampleGroup(prompt=p, samples=made(p.id).samples[:n]) for p in prompts]
+
+        return Sampling(sampler=own, partial=own, engines=own, filter=refused, answer=answer, close=close)
 
 
 def made(prompt_id: str, version: int = 0) -> SampleGroup:

@@ -59,6 +59,10 @@ class ColumnHolder:
         if group.samples:
             self._held[key] = self._objects.put(Parcel(group))
             self._bytes[key] = sum(bytes_of(s) for s in group.samples)
+        return self.records(group, key)
+
+    def records(self, group: SampleGroup, key: int = -1) -> tuple[SampleRecord, ...]:
+        """key: of a group that is held."""
         return tuple(self._record(s, key) for s in group.samples)
 
     def free(self, keys: Iterable[int]) -> None:

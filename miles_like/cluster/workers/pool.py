@@ -29,6 +29,7 @@ from miles_like.types import (
     RecordGroup,
     SampleGroup,
     SampleRecord,
+    SamplingParams,
 )
 from rollout.concurrency import all_or_first_error
 from routing_replay.align import ShardSpec
@@ -189,6 +190,31 @@ class RolloutWorkers:
             home = min(there, key=lambda slot: self._workers[slot].load / len(self._workers[slot].urls))
         self._workers[home].load += self.tokens(prompt)
         return home
+
+    async def answer(
+        self, reward: str | None, prompts: Sequence[Prompt], *, n: int, params: SamplingParams
+    ) -> list[SampleGroup]:
+        """As `Answer`, by all workers; prompts of a worker that ends are given to the others."""
+        shares: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            shares.setdefault(await self._assign(prompt), []).append(i)
+        out: dict[int, SampleGroup] = {}
+
+        async def ask(worker: _Worker, places: Sequence[int]) -> None:
+            own = [prompts[i] for i in places]
+            try:
+                found = await worker.link.call("answer", reward, own, n, params)
+                for i, (samples, discarded) in zip(places, found, strict=True):
+                    out[i] = RecordGroup(prompt=prompts[i], samples=samples, discarded=discarded)
+            except WorkerEnded as e:
+                self._ended(worker, str(e))
+                again = await self.answer(reward, own, n=n, params=params)
+                out.update(zip(places, again, strict=True))
+            finally:
+                worker.load -= sum(map(self.tokens, own))
+
+        await all_or_first_error(ask(self._workers[slot], places) for slot, places in shares.items())
+        return [out[i] for i in range(len(prompts))]
 
     async def abort(self) -> None:
         await self._all("abort")

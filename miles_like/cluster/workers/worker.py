@@ -18,7 +18,7 @@ from miles_like.checkpoint.saved_groups import read_groups, write_groups
 from miles_like.cluster.workers.holder import ColumnHolder, Objects, Wanted
 from miles_like.report.metrics import write_rollouts
 from miles_like.storage.completion import file_sha256
-from miles_like.types import PlannedMicroBatch, Prompt, RecordGroup, SampleGroup, SampleRecord
+from miles_like.types import PlannedMicroBatch, Prompt, RecordGroup, SampleGroup, SampleRecord, SamplingParams
 from routing_replay.align import ShardSpec
 
 
@@ -37,6 +37,15 @@ class Unfinished(Protocol):
     def restore(self, state: Mapping[str, SampleGroup]) -> None: ...
 
 
+class Answer(Protocol):
+    """Samples and scores held-out prompts."""
+
+    async def __call__(
+        self, reward: str | None, prompts: Sequence[Prompt], *, n: int, params: SamplingParams
+    ) -> Sequence[SampleGroup]:
+        """`n` samples of each prompt, in their order. reward: name of that of the set; None: the run's."""
+
+
 class Engines(Protocol):
     """The servers of a worker (rollout.episodes.pool.EnginePool)."""
 
@@ -53,6 +62,7 @@ class Sampling:
     partial: Unfinished
     engines: Engines
     filter: Callable[[SampleGroup], str | None]
+    answer: Answer
     close: Callable[[], Any]  # a coroutine function
 
 
@@ -140,6 +150,13 @@ class RolloutWorker:
 
     async def abort(self) -> None:
         await self._sampling.sampler.abort()
+
+    async def answer(
+        self, reward: str | None, prompts: Sequence[Prompt], n: int, params: SamplingParams
+    ) -> list[tuple[tuple[SampleRecord, ...], Mapping[str, int]]]:
+        """As `Answer`: the records of each prompt's samples, which are not held, and why others are discarded."""
+        groups = await self._sampling.answer(reward, prompts, n=n, params=params)
+        return [(self.holder.records(g), g.discarded) for g in groups]
 
     async def suspend(self) -> None:
         """Until `resume` no request is on a server, and the state of unfinished groups is complete."""

@@ -18,7 +18,8 @@ from miles_like.rewards.load import Rewards
 from miles_like.run.setup.model_plan import ModelPlan, model_plan
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.sampler import EngineSampler
-from miles_like.types import Prompt
+from miles_like.types import Prompt, SampleGroup, SamplingParams
+from rollout.episodes.groups import run_groups
 from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.pool import EnginePool
 from rollout.server_key import ServerKey
@@ -80,11 +81,18 @@ class WorkerRecipe:
         rollout, rewards = RolloutSide(plan=plan, key=self.key), Rewards(self.config.reward)
         pool = EnginePool([rollout.client(url) for url in urls], print if self.goes_on else None)
         partial = PartialRollouts(pool, keep_groups=not self.config.rollout.has_episode_runner)
-        engine = rollout.episode_runner().wrap(partial)
+        runner = rollout.episode_runner()
+        engine, lost = runner.wrap(partial), print if self.goes_on else None
+        asked = runner.wrap(EnginePool([rollout.client(url, routing=False) for url in urls], lost))
+
+        async def answer(
+            reward: str | None, prompts: Sequence[Prompt], *, n: int, params: SamplingParams
+        ) -> Sequence[SampleGroup]:
+            return await run_groups(asked, prompts, rewards(reward), n=n, params=params)
 
         async def close() -> None:
-            await rewards.close()
-            await engine.close()
+            for one in (rewards, engine, asked):
+                await one.close()
 
         return Sampling(
             sampler=EngineSampler(
@@ -93,6 +101,7 @@ class WorkerRecipe:
             partial=partial,
             engines=pool,
             filter=make_filter(self.config.algorithm.parts.filter),
+            answer=answer,
             close=close,
         )
 

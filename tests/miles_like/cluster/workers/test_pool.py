@@ -19,7 +19,7 @@ from miles_like.batch.packer import Packer
 from miles_like.checkpoint.saved_groups import read_groups
 from miles_like.cluster.workers.pool import WorkerEnded
 from miles_like.loop.buffer import LOST
-from miles_like.types import ColumnsLostError, PlannedBatch
+from miles_like.types import ColumnsLostError, PlannedBatch, SamplingParams
 from tests.support.local_workers import LocalWorkers
 from tests.support.worker_loop import ALL, PLACE, Loop, Made, made
 
@@ -185,5 +185,20 @@ def test_what_a_worker_does_not_hold_is_named() -> None:
         loop.start.links[0].end()
         with pytest.raises(WorkerEnded):
             await loop.start.links[0].call("held")
+
+    asyncio.run(run())
+
+
+def test_answers_to_held_out_prompts_come_in_order_and_are_not_held() -> None:
+    """Also those of a worker that ends."""
+
+    async def run() -> None:
+        loop = Loop(start=LocalWorkers([["a"], ["b"]], Made()))
+        await loop.workers.begin()
+        loop.start.links[0].end()
+        prompts = loop.take(5)
+        groups = await loop.workers.answer(None, prompts, n=1, params=SamplingParams(max_new_tokens=4))
+        assert [g.prompt for g in groups] == prompts and [g.rewards for g in groups] == [[0.0]] * 5
+        assert not await loop.held() and [w.load for w in loop.workers._workers] == [0, 0]
 
     asyncio.run(run())
