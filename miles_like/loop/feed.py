@@ -81,7 +81,7 @@ class Feed:
                 await train(record, taken)
                 return True
             except ColumnsLostError as e:
-                if record.metrics:  # a part of the step is trained
+                if record.metrics or not any(e.has_lost(t.group) for t in taken):  # a part of the step is trained
                     raise
                 await self.give_back(taken, e.has_lost)
         return False
