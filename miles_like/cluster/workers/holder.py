@@ -48,17 +48,16 @@ class ColumnHolder:
         """Of the groups that are held."""
         return tuple(self._held)
 
-    @property
-    def nbytes(self) -> int:
-        """Of the values of all groups that are held."""
-        return sum(self._bytes.values())
+    def bytes_of(self, key: int) -> int:
+        """Of the values of a group."""
+        return self._bytes[key]
 
     def keep(self, group: SampleGroup) -> tuple[SampleRecord, ...]:
         """Holds a group; returns the records of its samples. A group without samples is not held."""
         key, self._next = self._next, self._next + 1
         if group.samples:
             self._held[key] = self._objects.put(Parcel(group))
-            self._bytes[key] = sum(bytes_of(s) for s in group.samples)
+            self._bytes[key] = sum(map(sample_bytes, group.samples))
         return self.records(group, key)
 
     def records(self, group: SampleGroup, key: int = -1) -> tuple[SampleRecord, ...]:
@@ -153,7 +152,7 @@ class ColumnHolder:
         return ColumnsLostError(f"rollout worker {self.number} has lost group {key}: {why}", [(self.number, key)])
 
 
-def bytes_of(sample: Sample) -> int:
+def sample_bytes(sample: Sample) -> int:
     """Of the tensors of a sample."""
     routes = sample.routing
     own: list[Tensor | None] = [sample.token_ids, sample.loss_mask, sample.logprobs, sample.candidates]

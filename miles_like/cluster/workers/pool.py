@@ -19,7 +19,7 @@ from miles_like.batch.parcel import refuse_parcels
 from miles_like.cluster.rank import Place
 from miles_like.cluster.trainer_ranks import Pulled
 from miles_like.cluster.workers.holder import Wanted, keys_of
-from miles_like.cluster.workers.worker import Ready, Restored
+from miles_like.cluster.workers.worker import Done, Restored
 from miles_like.loop.buffer import LOST
 from miles_like.types import (
     ColumnsLostError,
@@ -70,7 +70,7 @@ class _Worker:
     number: int
     urls: Sequence[str]
     load: int = 0  # bound on the tokens of its prompts in flight
-    nbytes: int = 0  # held, as it reported last
+    held: dict[int, int] = field(default_factory=dict)  # key of a group -> bytes
     ended: bool = False
 
 
@@ -155,10 +155,10 @@ class RolloutWorkers:
         try:
             await worker.link.call("begin", call, round_index, [prompts[i] for i in places])
             while left:
-                ready: Ready = await worker.link.call("next", call)
-                worker.nbytes = ready.nbytes
-                for done in ready.groups:
+                complete: Sequence[Done] = await worker.link.call("next", call)
+                for done in complete:
                     left.remove(done.place)
+                    worker.held |= {s.key: done.nbytes for s in done.samples[:1]}
                     prompt = prompts[places[done.place]]
                     worker.load -= self.tokens(prompt)
                     group = RecordGroup(
@@ -226,7 +226,8 @@ class RolloutWorkers:
 
     @property
     def nbytes(self) -> int:
-        return sum(w.nbytes for w in self._workers if not w.ended)
+        """Held by all workers."""
+        return sum(sum(w.held.values()) for w in self._workers if not w.ended)
 
     def metrics(self) -> Mapping[str, float]:
         return {"perf/held_bytes": float(self.nbytes)}
@@ -323,6 +324,8 @@ class RolloutWorkers:
         for number, own in keys.items():
             if (worker := self._of(number)) is not None:
                 worker.link.send("free", own)
+                for key in own:
+                    worker.held.pop(key, None)
 
     def write_rollouts(self, path: Path, groups: Sequence[SampleGroup]) -> None:
         """As `report.metrics.write_rollouts`, by the workers: the lines of the first one, then the next one's. `wrote`
@@ -407,6 +410,7 @@ class RolloutWorkers:
             slot = i % len(self._workers)
             restored: Restored = await self._workers[slot].link.call("restore", path, sha256)
             out |= restored.groups
+            self._workers[slot].held |= restored.nbytes
             self._homes |= {name.partition("/")[2]: slot for name in restored.unfinished}
         return out
 

@@ -77,13 +77,7 @@ class Done(NamedTuple):
     samples: tuple[SampleRecord, ...]
     discarded: Mapping[str, int]
     refused: str | None
-
-
-class Ready(NamedTuple):
-    """What a share has given since the last call."""
-
-    groups: Sequence[Done]
-    nbytes: int  # held by the worker
+    nbytes: int  # held of it
 
 
 class Restored(NamedTuple):
@@ -91,6 +85,7 @@ class Restored(NamedTuple):
 
     groups: Mapping[str, RecordGroup]  # complete ones, by their keys
     unfinished: Sequence[str]  # "sampling seed/prompt id"
+    nbytes: Mapping[int, int]  # key of each complete group in the worker -> bytes held of it
 
 
 @dataclass(slots=True)
@@ -122,15 +117,16 @@ class RolloutWorker:
         self._shares[call] = share = _Share(asyncio.create_task(self._sample(call, round_index, prompts)))
         share.task.add_done_callback(lambda _: share.changed.set())
 
-    async def next(self, call: int) -> Ready:
-        """Waits for further groups of a share, and returns all that are complete. Raises what sampling has raised."""
+    async def next(self, call: int) -> Sequence[Done]:
+        """Waits for further groups of a share, and returns those that are complete since the last call. Raises what
+        sampling has raised."""
         share = self._shares[call]
         await share.changed.wait()
         share.changed.clear()
         if share.task.done():
             share.task.result()
         done, share.done = share.done, []
-        return Ready(done, self.holder.nbytes)
+        return done
 
     async def end(self, call: int) -> None:
         """Ends a share, whose requests are cancelled."""
@@ -145,7 +141,9 @@ class RolloutWorker:
             async for place, group in groups:
                 refused = self._sampling.filter(group) if group.samples else None
                 share = self._shares[call]
-                share.done.append(Done(place, self.holder.keep(group), group.discarded, refused))
+                records = self.holder.keep(group)
+                nbytes = self.holder.bytes_of(records[0].key) if records else 0
+                share.done.append(Done(place, records, group.discarded, refused, nbytes))
                 share.changed.set()
 
     async def abort(self) -> None:
@@ -247,7 +245,8 @@ class RolloutWorker:
             for name, g in groups.items()
             if not name.startswith(UNFINISHED)
         }
-        return Restored(complete, list(unfinished))
+        keys = [g.samples[0].key for g in complete.values() if g.samples]
+        return Restored(complete, list(unfinished), {key: self.holder.bytes_of(key) for key in keys})
 
     async def close(self) -> None:
         for call in list(self._shares):
