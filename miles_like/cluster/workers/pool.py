@@ -42,7 +42,7 @@ class WorkerEnded(RuntimeError):
 
 
 class Link(Protocol):
-    """How the calls reach a worker, in order."""
+    """How the calls reach a worker, which may begin them in another order."""
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """The worker's answer, or what it raised. Raises WorkerEnded."""
@@ -102,6 +102,7 @@ class RolloutWorkers:
     _calls: itertools.count[int] = field(default_factory=itertools.count)
     _homes: dict[str, int] = field(default_factory=dict)  # prompt id -> slot that has unfinished samples of it
     _writing: asyncio.Task[None] | None = None
+    _sent: asyncio.Task[None] | None = None  # the last call about servers
     _restarting: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def begin(self) -> None:
@@ -426,9 +427,15 @@ class RolloutWorkers:
         self._send("restore_engines")
 
     def _send(self, method: str, *arguments: Any) -> None:
-        for worker in self._workers:
-            if not worker.ended:
-                worker.link.send(method, *arguments)
+        """After the calls that were sent before, which an actor may begin in another order."""
+        before = self._sent
+
+        async def ordered() -> None:
+            if before is not None:
+                await before
+            await self._all(method, *arguments)
+
+        self._sent = asyncio.create_task(ordered())
 
     async def close(self) -> None:
         for task in self._restarting:
