@@ -80,7 +80,10 @@ def test_a_killed_run_goes_on_with_another_number_of_workers(runs: Runs) -> None
 @pytest.mark.long(beside=HERE)
 def test_a_free_run_saves_the_samples_that_its_workers_have_in_flight(runs: Runs) -> None:
     """They go on where they were; every sample issued is trained or discarded once."""
-    free = ("alignment.deterministic=false", "rollout.max_new_tokens=200", "buffer.max_staleness=1", "train.steps=4")
+    free = (
+        *("alignment.deterministic=false", "rollout.max_new_tokens=200", "buffer.max_staleness=1"),
+        *("train.steps=4", "eval.every=0"),
+    )
     where = ran(runs, "free", 2, *free, kill=Kill(victim="driver", point="step", step=2, where="half"))
     groups = load(latest_folder(where / "checkpoints"), groups=True).groups
     half = {key: g for key, g in groups.items() if key.startswith("partial/")}
