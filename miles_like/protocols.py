@@ -15,6 +15,7 @@ from torch import Tensor
 
 from miles_like.types import (
     Aggregation,
+    AnyBatch,
     LossInputs,
     LossOutput,
     MicroBatch,
@@ -82,7 +83,7 @@ class Trainer(Protocol):
 
     @property
     def dp_size(self) -> int: ...
-    async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
+    async def train(self, batches: Sequence[AnyBatch]) -> StepReport:
         """Train on one rollout: one optimizer step per batch, in order. Raises ValueError for routes that do not fit a
         batch, and RuntimeError when a rank fails or exceeds its time limit."""
 

@@ -113,6 +113,12 @@ class RolloutConfig(Section):
     # the CPU engine of this project, stock SGLang, or stock vLLM (docs/vllm.md)
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"
     servers: int = Field(1, ge=1)  # number of servers
+    # processes that sample, score and hold the samples' tokens, log-probs and routes until ranks train them; 0: the
+    # driver does. None: 0 on one node and for what workers cannot do yet, else one for each node with servers
+    workers: int | None = Field(None, ge=0)
+    # bytes of such values held by all workers, from which no further prompts are admitted before a step is trained
+    # (not with buffer.lockstep, which holds a fixed number of steps)
+    held_bytes: int = Field(256 << 30, ge=1)
     max_new_tokens: int = Field(64, ge=1)  # tokens of a response, or of one turn of an episode
     temperature: float = Field(1.0, gt=0)  # sampling temperature; the trainer computes log-probabilities at it too
     top_p: float = Field(1.0, gt=0, le=1)  # nucleus sampling; 1: off

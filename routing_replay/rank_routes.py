@@ -82,6 +82,28 @@ def cut_routes(trace: RoutingTrace, samples: Sequence[str], cu_seqlens: Tensor, 
     )
 
 
+def join_routes(parts: Sequence[RankRoutes]) -> RankRoutes:
+    """The routes of several processes for one rank, each of other samples, as those of one. Raises ValueError for
+    parts cut for different ranks, for a sample in two of them, and as `RoutingTrace.concat`."""
+    first = parts[0]
+    names = tuple(name for part in parts for name in part.samples)
+    if len(set(names)) < len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ValueError(
+            f"{of_samples(names)}: two processes sent routes of sample {twice}: each holds its own samples"
+        )
+    for part in parts[1:]:
+        if part.shard != first.shard:
+            raise ValueError(f"routes cut for {part.shard} were sent to the rank of {first.shard}")
+    return RankRoutes(
+        shard=first.shard,
+        samples=names,
+        lengths=tuple(n for part in parts for n in part.lengths),
+        trace=RoutingTrace.concat([part.trace for part in parts]),
+        checksums=torch.cat([part.checksums for part in parts]),
+    )
+
+
 def fed_routes(
     routes: RankRoutes, samples: Sequence[str], tokens: Tensor, cu_seqlens: Tensor, shard: ShardSpec
 ) -> RoutingTrace:

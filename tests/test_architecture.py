@@ -136,6 +136,9 @@ RULES = {
     "miles_like.nodes": "miles_like.stopping miles_like.variables",
     "miles_like.cluster": f"{CONTRACTS} quant routing_replay rollout.config rollout.publish rollout.sglang"
     " megatron_bridge.config megatron_bridge.trainer miles_like.batch miles_like.config.sections miles_like.nodes",
+    # rollout workers: the driver's side of them, which the loop calls, and their own
+    "miles_like.cluster.workers": f"{CONTRACTS} routing_replay rollout.concurrency miles_like.batch"
+    " miles_like.checkpoint miles_like.cluster miles_like.loop miles_like.nodes miles_like.report miles_like.storage",
     "miles_like.alignment.layers": "",
     "miles_like.alignment": f"{CONTRACTS} quant routing_replay rollout.episodes rollout.publish rollout.seeds"
     " rollout.sglang rollout.wire megatron_bridge.config miles_like.algorithms.terms miles_like.batch"
@@ -169,7 +172,7 @@ RULES = {
     "miles_like.run.setup": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
     " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience miles_like.nodes"
     " miles_like.pipeline miles_like.report miles_like.staging miles_like.storage miles_like.supervised"
-    " miles_like.turns miles_like.alignment",
+    " miles_like.rewards miles_like.turns miles_like.alignment",
     "miles_like.run": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
     " miles_like.check_results miles_like.checkpoint miles_like.cluster miles_like.config miles_like.datasets"
     " miles_like.experience miles_like.layout_search miles_like.loop miles_like.pipeline miles_like.planning"

@@ -35,6 +35,7 @@ FROM_ELSEWHERE = {  # their blocks are on other pages
 PARTS = {
     "figures.py",
     "algorithms_report.py",
+    "data_plane_workers.py",
     "long_tail.py",
     "transformers_step.py",
     "trl_side.py",

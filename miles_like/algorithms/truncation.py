@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from miles_like.config.sections.algorithm import Overlong
 from miles_like.types import Finish, Prompt, Sample, SampleGroup
 
@@ -38,7 +36,7 @@ class OverlongShaping:
         return replace(group, samples=tuple(self._shaped(group.prompt, s, r) for s, r in scored))
 
     def _shaped(self, prompt: Prompt, sample: Sample, reward: float) -> Sample:
-        n = len(sample.token_ids) - len(prompt.token_ids)
+        n = sample.length - len(prompt.token_ids)
         over = (n - (self.limit - self.buffer)) / self.buffer
         penalty = -self.factor * min(max(over, 0.0), 1.0)
         return replace(sample, reward=reward + penalty, reward_parts={**sample.reward_parts, PART: penalty})
@@ -61,9 +59,7 @@ def mask_truncated(groups: Sequence[SampleGroup], *, steps: int = 1) -> list[Sam
 
 
 def _masked(sample: Sample) -> Sample:
-    if sample.finish is not Finish.LENGTH:
-        return sample
-    return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+    return sample if sample.finish is not Finish.LENGTH else sample.without_loss()
 
 
 def make_overlong(config: Overlong | None, limit: int) -> OverlongShaping | None:

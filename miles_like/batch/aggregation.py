@@ -2,40 +2,34 @@
 
 The trainer sums the token losses of a step and divides once, by the number of loss tokens in the whole step. Weights
 computed before packing therefore give every aggregation in every layout.
-
-Letters: F tokens of all samples end to end.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from miles_like.batch.bins import Ints
+from miles_like.batch.bins import Floats, Ints
 from miles_like.types import Aggregation
 
 
-def loss_weights(
-    counts: Ints, prompts: Ints, lengths: Ints, aggregation: Aggregation, constant: int | None = None
-) -> Tensor | None:
-    """The factor of each token's loss, [F] fp32: the weighted sum divided by the number of loss tokens is what
-    `aggregation` defines. None: every factor is 1.
+def sample_weights(counts: Ints, prompts: Ints, aggregation: Aggregation, constant: int | None = None) -> Floats | None:
+    """The factor of the losses of each sample's tokens, [samples] fp64: the weighted sum divided by the number of loss
+    tokens is what `aggregation` defines. None: every factor is 1.
 
-    `counts`, `prompts`, `lengths` [samples]: loss tokens, prompt number and tokens of each sample. Samples without a
-    loss token do not count. Raises ValueError for CONSTANT without a positive `constant`.
+    `counts`, `prompts` [samples]: loss tokens and prompt number of each sample. Samples without a loss token do not
+    count. Raises ValueError for CONSTANT without a positive `constant`.
     """
     if aggregation is Aggregation.TOKEN_MEAN:
         return None
     total, kept = counts.sum(), counts > 0
     if aggregation is Aggregation.PROMPT_MEAN:
         prompt_counts = np.bincount(prompts, weights=counts)
-        sample_weights = total / (np.maximum(prompt_counts, 1)[prompts] * max((prompt_counts > 0).sum(), 1))
+        weights: Floats = total / (np.maximum(prompt_counts, 1)[prompts] * max((prompt_counts > 0).sum(), 1))
     elif aggregation is Aggregation.CONSTANT:
         if constant is None or constant < 1:
             raise ValueError(f"aggregation 'constant' divides by {constant} tokens: use a constant of at least 1")
-        sample_weights = np.full(len(counts), total / (kept.sum() * constant))
+        weights = np.full(len(counts), total / (kept.sum() * constant))
     else:
         divisors = counts if aggregation is Aggregation.SEQUENCE_MEAN else np.ones(len(counts))
-        sample_weights = total / (np.maximum(divisors, 1) * max(kept.sum(), 1))
-    return torch.from_numpy(np.repeat(sample_weights, lengths)).float()
+        weights = total / (np.maximum(divisors, 1) * max(kept.sum(), 1))
+    return weights

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from miles_like.batch.bins import Cost
-from miles_like.batch.packing import pack
-from miles_like.types import Aggregation, SampleGroup, TrainBatch
+from miles_like.batch.packing import pack, plan_records
+from miles_like.batch.plan import PlanSettings
+from miles_like.types import Aggregation, AnyBatch, PlannedBatch, RecordGroup, SampleGroup, TrainBatch
 
 Advantages = Sequence[Sequence[float | Tensor]]  # [groups][samples]: a number, or [S] fp32
 
@@ -35,21 +36,34 @@ class Packer:
         """All groups as one batch."""
         return self._packed(groups, advantages, together=False)
 
-    def steps(self, groups: Sequence[SampleGroup], advantages: Advantages | None = None) -> list[TrainBatch]:
+    def steps(self, groups: Sequence[SampleGroup], advantages: Advantages | None = None) -> Sequence[AnyBatch]:
         """A batch for each of `steps_per_rollout` optimizer steps: the first len(groups) / steps_per_rollout groups in
-        the order given, then the next. Raises ValueError when the groups do not divide into that many steps."""
+        the order given, then the next; of records, batches that the ranks fill. Raises ValueError when the groups do
+        not divide into that many steps."""
         count = self.steps_per_rollout
         if count < 1 or len(groups) % count:
             raise ValueError(
                 f"{len(groups)} groups are not divisible into {count} mini-batches: change train.steps_per_rollout"
             )
         given = _zeros(groups) if advantages is None else advantages
-        n = len(groups) // count
-        return [self.batch(groups[i : i + n], given[i : i + n]) for i in range(0, len(groups), n)]
+        n, held = len(groups) // count, any(isinstance(g, RecordGroup) for g in groups)
+        make: Callable[..., AnyBatch] = self._planned if held else self.batch
+        return [make(groups[i : i + n], given[i : i + n]) for i in range(0, len(groups), n)]
 
     def examples(self, groups: Sequence[SampleGroup]) -> TrainBatch:
         """Given answers as one batch; the samples of a group stay in one micro-batch, as a loss over pairs needs."""
         return self._packed(groups, None, together=True)
+
+    def _planned(self, groups: Sequence[SampleGroup], advantages: Advantages) -> PlannedBatch:
+        how = PlanSettings(
+            dp_size=self.dp_size,
+            max_tokens=self.max_tokens,
+            micro_multiple=self.micro_multiple,
+            cost=self.cost,
+            aggregation=self.aggregation,
+            constant=self.constant,
+        )
+        return plan_records(groups, advantages, how, replayed=self.replayed)
 
     def _packed(self, groups: Sequence[SampleGroup], advantages: Advantages | None, *, together: bool) -> TrainBatch:
         return pack(

@@ -1,68 +1,27 @@
-"""Packs groups and their advantages into one train batch. Tokens are shifted here and nowhere else.
+"""Packs groups and their advantages into one train batch: a plan (plan.py), then the values (filling.py).
 
-Letters: S tokens a sample, N samples a micro-batch, T packed tokens, F tokens of all samples end to end, C candidates a
-token.
-
-The model's inputs are the first S-1 tokens of a sample; position t of the batch holds input token t and everything
-about its label, token t+1. Samples are never split; with `together`, groups are not split either, because a loss over
-pairs needs both samples in one micro-batch. A step satisfies three conditions:
-
-* Every data-parallel row has the same number of micro-batches, since the ranks' collectives would hang otherwise: the
-  number that first-fit-decreasing needs for the fullest row, rounded up to a multiple of `micro_multiple`.
-* No micro-batch has more than `max_tokens` inputs, which bounds memory.
-* Rows, and micro-batches within a row, have nearly equal load, for speed: costliest first into the least loaded. Load
-  is the number of tokens, or `cost` of a sample's length (its FLOPs: attention makes long samples cost more per token).
-  Where an even spread over a row's micro-batches would exceed `max_tokens`, the row keeps its first-fit result.
-
-A grid cell without a sample (fewer samples than cells) holds one masked token, copied with its routing row from a real
-sample, so that its rank has a valid input.
+Letters: S tokens a sample, N samples a micro-batch, T packed tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from miles_like.batch.aggregation import loss_weights
-from miles_like.batch.bins import Cost, Ints, loads_of, micro_batches, ranges, spread, sums_of
-from miles_like.types import Aggregation, MicroBatch, Sample, SampleGroup, TrainBatch
+from miles_like.batch.bins import Cost, Ints
+from miles_like.batch.filling import FlatColumns
+from miles_like.batch.plan import Plan, PlanSettings, StepSamples, plan, planned
+from miles_like.types import Aggregation, MicroBatch, PlannedBatch, Sample, SampleGroup, SampleRecord, TrainBatch
 from routing_replay.align import ShardSpec, take_rows
 from routing_replay.rank_routes import RankRoutes, cut_routes
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import check_all_versions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Flat:
-    """All samples end to end, not yet shifted."""
-
-    names: Sequence[str]  # [samples], unique
-    tokens: Tensor  # [F] int64
-    loss_mask: Tensor  # [F] bool
-    logprobs: Tensor  # [F] fp32
-    lengths: Ints  # [samples], S of each
-    advantages: Tensor  # [F] fp32
-    routing: Mapping[str, RoutingTrace] | None  # keyed by sample name, S-1 rows each
-    prompts: Ints  # [samples], the number of each sample's prompt
-    streams: Mapping[str, Tensor] = field(default_factory=dict)  # [F] or [F, C] fp32
-    candidates: Tensor | None = None  # [F, C] int64
-    weights: Tensor | None = None  # [F] fp32
-
-    @property
-    def starts(self) -> Ints:
-        return np.concatenate(([0], np.cumsum(self.lengths)[:-1]))
-
-    def loss_counts(self) -> Ints:
-        """[samples]: the number of loss tokens of each."""
-        total = np.concatenate(([0], np.cumsum(self.loss_mask.numpy())))
-        counts: Ints = total[self.starts + self.lengths] - total[self.starts]
-        return counts
 
 
 def pack(
@@ -95,47 +54,101 @@ def pack(
     without; routes without checksums, or whose checksums do not fit them and their tokens; with `replayed`, routes of
     other weights than sampled the loss tokens, or whose weight version is unknown.
     """
-    flat = _flattened(groups, advantages, replayed)
-    flat = replace(flat, weights=loss_weights(flat.loss_counts(), flat.prompts, flat.lengths, aggregation, constant))
-    versions = [span.version for g in groups for s in g.samples for span in s.versions] or [0]
-    return _pack(
-        flat,
+    samples, values = _matched(groups, advantages)
+    routed = check_routes(samples, replayed=replayed)
+    flat = FlatColumns.of(names_of(samples), samples, values)
+    how = PlanSettings(
         dp_size=dp_size,
         max_tokens=max_tokens,
         micro_multiple=micro_multiple,
         cost=cost,
-        versions=(min(versions), max(versions)),
-        units=flat.prompts if together else np.arange(len(flat.names)),
+        aggregation=aggregation,
+        constant=constant,
+        together=together,
+    )
+    of = StepSamples(
+        names=flat.names,
+        lengths=flat.lengths,
+        counts=_loss_counts(flat),
+        prompts=_prompts_of(groups),
+        versions=_versions_of(samples),
+    )
+    made = plan(of, how)
+    flat = flat.weighted(made.weights)
+    traces = [s.routing for s in samples if s.routing is not None] if routed else None
+    grid = tuple(tuple(_filled(cell, flat, made, traces) for cell in row) for row in made.grid)
+    return TrainBatch(grid=grid, loss_tokens=made.loss_tokens, versions=made.versions)
+
+
+def plan_records(
+    groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float | Tensor]], how: PlanSettings, *, replayed: bool
+) -> PlannedBatch:
+    """As `pack`, of groups of records: the ranks fill the micro-batches. Raises ValueError as `pack`, without what only
+    the tokens and routes show; those are checked where they are."""
+    samples, values = _matched(groups, advantages)
+    records = [s for s in samples if isinstance(s, SampleRecord)]
+    numbers = [v for v in values if not isinstance(v, Tensor)]
+    assert len(records) == len(numbers) == len(samples), "records, with a number each"
+    names, versions = names_of(samples), _versions_of(samples)
+    of = StepSamples(
+        names=names,
+        lengths=np.array([s.length for s in samples], dtype=np.int64),
+        counts=np.array([s.response_len for s in samples], dtype=np.int64),
+        prompts=_prompts_of(groups),
+        versions=versions,
+    )
+    made = plan(of, how)
+    return PlannedBatch(
+        grid=planned(made, names, numbers),
+        loss_tokens=made.loss_tokens,
+        versions=versions,
+        records=dict(zip(names, records, strict=True)),
+        replayed=replayed,
     )
 
 
-def _flattened(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float | Tensor]], replayed: bool) -> _Flat:
-    samples, flat_advantages = _matched(groups, advantages)
+def _versions_of(samples: Sequence[Sample]) -> tuple[int, int]:
+    """Oldest and newest weight version of their tokens."""
+    versions = [span.version for s in samples for span in s.versions] or [0]
+    return min(versions), max(versions)
+
+
+def _prompts_of(groups: Sequence[SampleGroup]) -> Ints:
+    """[samples]: the number of each sample's prompt."""
+    out: Ints = np.repeat(np.arange(len(groups)), [len(g.samples) for g in groups])
+    return out
+
+
+def check_routes(samples: Sequence[Sample], *, replayed: bool) -> bool:
+    """Whether the samples have routes. Raises ValueError as `pack` for routes."""
     traces = [s.routing for s in samples if s.routing is not None]
     if len(traces) not in (0, len(samples)):
         raise ValueError(
             f"{len(traces)} of {len(samples)} samples carry routing: routing replay needs it for all or none; "
             "check that every rollout server returns routed experts"
         )
-    names = names_of(samples)
     if traces:
-        sample_names = [s.name for s in samples]
-        RoutingTrace.check_all(traces, [s.token_ids for s in samples], samples=sample_names)
+        names = [s.name for s in samples]
+        RoutingTrace.check_all(traces, [s.token_ids for s in samples], samples=names)
         if replayed:
             spans, masks = [s.versions for s in samples], [s.loss_mask for s in samples]
-            check_all_versions([t.versions for t in traces], spans, masks, samples=sample_names)
-    return _Flat(
-        names=names,
-        tokens=torch.cat([s.token_ids for s in samples]),
-        loss_mask=torch.cat([s.loss_mask for s in samples]),
-        logprobs=torch.cat([s.logprobs for s in samples]).float(),
-        lengths=np.array([len(s.token_ids) for s in samples], dtype=np.int64),
-        advantages=_along_tokens(samples, flat_advantages),
-        routing=dict(zip(names, traces, strict=True)) if traces else None,
-        prompts=np.repeat(np.arange(len(groups)), [len(g.samples) for g in groups]),
-        streams={name: torch.cat([s.streams[name] for s in samples]) for name in _streams(samples)},
-        candidates=None if samples[0].candidates is None else _candidates(samples),
-    )
+            check_all_versions([t.versions for t in traces], spans, masks, samples=names)
+    return bool(traces)
+
+
+def _loss_counts(flat: FlatColumns) -> Ints:
+    """[samples]: the number of loss tokens of each."""
+    total = np.concatenate(([0], np.cumsum(flat.loss_mask.numpy())))
+    counts: Ints = total[flat.starts + flat.lengths] - total[flat.starts]
+    return counts
+
+
+def _filled(cell: Ints, flat: FlatColumns, made: Plan, traces: Sequence[RoutingTrace] | None) -> MicroBatch:
+    if len(cell):
+        routing = None if traces is None else RoutingTrace.concat([traces[i] for i in cell])
+        return replace(flat.micro_batch(cell), routing=routing)
+    row = torch.zeros(1, dtype=torch.int64)
+    return replace(flat.filler(made.filler), routing=None if traces is None else take_rows(traces[made.filler], row))
 
 
 def cut_shard(shard: Sequence[MicroBatch], part: ShardSpec) -> list[RankRoutes | None]:
@@ -156,35 +169,6 @@ def names_of(samples: Sequence[Sample]) -> list[str]:
         seen[s.name] += 1
         out.append(s.name if seen[s.name] == 1 else f"{s.name}#{seen[s.name]}")
     return out
-
-
-def _along_tokens(samples: Sequence[Sample], values: Sequence[float | Tensor]) -> Tensor:
-    """[F] fp32 from a number or an [S] tensor for each sample."""
-    if not any(isinstance(v, Tensor) for v in values):
-        lengths = [s.token_ids.shape[0] for s in samples]
-        return torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), lengths))
-    return torch.cat(
-        [
-            v.float() if isinstance(v, Tensor) else torch.full(s.token_ids.shape, v)
-            for s, v in zip(samples, values, strict=True)
-        ]
-    )
-
-
-def _streams(samples: Sequence[Sample]) -> list[str]:
-    """Names of the streams. Raises ValueError where samples differ in them."""
-    names = set(samples[0].streams)
-    for s in samples:
-        if set(s.streams) != names or (s.candidates is None) != (samples[0].candidates is None):
-            raise ValueError(
-                f"sample {s.name} has the streams {sorted(s.streams)}, but sample {samples[0].name} has "
-                f"{sorted(names)}: all samples of a step need the same streams"
-            )
-    return sorted(names)
-
-
-def _candidates(samples: Sequence[Sample]) -> Tensor:
-    return torch.cat([s.candidates for s in samples if s.candidates is not None])
 
 
 def _matched(
@@ -212,90 +196,3 @@ def _matched(
     if not samples:
         raise ValueError(f"0 samples in {len(groups)} groups: expected at least 1")
     return samples, [a for values in advantages for a in values]
-
-
-def _pack(
-    flat: _Flat,
-    *,
-    dp_size: int,
-    max_tokens: int,
-    micro_multiple: int,
-    cost: Cost | None,
-    versions: tuple[int, int],
-    units: Ints,  # [samples], ascending from 0: samples with the same number share a micro-batch
-) -> TrainBatch:
-    if dp_size < 1 or micro_multiple < 1:
-        raise ValueError(f"dp_size {dp_size} and micro_multiple {micro_multiple} must be at least 1")
-    counts, inputs = flat.loss_counts(), flat.lengths - 1
-    if not counts.sum():
-        raise ValueError(
-            f"0 response tokens in {len(counts)} samples: there is nothing to train on; check the rollout servers"
-        )
-    kept = sums_of(units, counts) > 0  # [units]
-    sizes, unit_inputs = np.bincount(units), sums_of(units, inputs)
-    first = np.cumsum(sizes) - sizes  # the first sample of each unit
-    longest = int(np.where(kept, unit_inputs, 0).argmax())
-    if unit_inputs[longest] > max_tokens:
-        name, n = flat.names[first[longest]], sizes[longest]
-        what = f"sample {name} has" if n == 1 else f"the {n} samples of the group of {name} have"
-        raise ValueError(
-            f"{what} {unit_inputs[longest]} input tokens, but a micro-batch holds only {max_tokens}: raise "
-            "train.max_tokens_per_rank or lower rollout.max_new_tokens"
-        )
-    loads = sums_of(units, loads_of(inputs, np.flatnonzero(kept[units]), cost))
-    rows = spread(np.flatnonzero(kept), loads, bins=dp_size)
-    cells = micro_batches(rows, unit_inputs, loads, max_tokens=max_tokens, multiple=micro_multiple)
-    starts, dummy = flat.starts, int(first[kept.argmax()])
-
-    def filled(cell: Ints) -> MicroBatch:
-        """Longest first, so that attention needs no gather, then in the order given: sums over samples do not depend on
-        how the bins were filled."""
-        cell = cell[np.lexsort((cell, -unit_inputs[cell]))]
-        return _micro_batch(flat, ranges(first[cell], sizes[cell]), starts)
-
-    grid = tuple(tuple(filled(cell) if len(cell) else _dummy(flat, dummy, starts) for cell in row) for row in cells)
-    return TrainBatch(grid=grid, loss_tokens=int(counts.sum()), versions=versions)
-
-
-def _micro_batch(flat: _Flat, ids: Ints, starts: Ints) -> MicroBatch:
-    n = flat.lengths[ids] - 1
-    cu_seqlens = np.concatenate(([0], np.cumsum(n)))
-    positions = ranges(np.zeros_like(n), n)
-    at = torch.from_numpy(ranges(starts[ids], n))  # [T] index of each input in the flat streams
-    names = tuple(flat.names[i] for i in ids)
-    return MicroBatch(
-        samples=names,
-        tokens=flat.tokens[at],
-        labels=flat.tokens[at + 1],
-        positions=torch.from_numpy(positions),
-        cu_seqlens=torch.from_numpy(cu_seqlens).to(torch.int32),
-        loss_mask=flat.loss_mask[at + 1],
-        advantages=flat.advantages[at + 1],
-        rollout_logprobs=flat.logprobs[at + 1],
-        routing=RoutingTrace.concat([flat.routing[name] for name in names]) if flat.routing is not None else None,
-        weights=None if flat.weights is None else flat.weights[at + 1],
-        streams={name: stream[at + 1] for name, stream in flat.streams.items()},
-        candidates=None if flat.candidates is None else flat.candidates[at + 1],
-    )
-
-
-def _dummy(flat: _Flat, i: int, starts: Ints) -> MicroBatch:
-    """The first input token of sample i, without loss."""
-    token = flat.tokens[int(starts[i])].reshape(1)
-    routing = None
-    if flat.routing is not None:
-        routing = take_rows(flat.routing[flat.names[i]], torch.zeros(1, dtype=torch.int64))
-    return MicroBatch(
-        samples=("",),
-        tokens=token,
-        labels=token.clone(),
-        positions=torch.zeros(1, dtype=torch.int64),
-        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-        loss_mask=torch.zeros(1, dtype=torch.bool),
-        advantages=torch.zeros(1),
-        rollout_logprobs=torch.zeros(1),
-        routing=routing,
-        weights=None if flat.weights is None else torch.zeros(1),
-        streams={name: torch.zeros_like(stream[:1]) for name, stream in flat.streams.items()},
-        candidates=None if flat.candidates is None else torch.zeros_like(flat.candidates[:1]),
-    )

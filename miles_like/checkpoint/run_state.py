@@ -2,6 +2,7 @@
 
     checkpoints/step_40/trainer/, critic/    written by the ranks
     checkpoints/step_40/groups.safetensors   samples that are waiting or unfinished (saved_groups.py)
+    checkpoints/step_40/groups/              those of rollout workers, a file each
     checkpoints/step_40/run_state.json       the loop's state and the manifest of the folder: written last
     checkpoints/latest                       the text "step_40", written after it
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from miles_like.checkpoint.run_state_schema import RunStateKeys, check_state
 from miles_like.checkpoint.saved_groups import read_groups, write_groups
 from miles_like.hf.checkpoint import sync_path
-from miles_like.limits.regular_files import MIB, read_json, read_regular
+from miles_like.limits.regular_files import MIB, is_inner_name, read_json, read_regular
 from miles_like.storage.checkpoint_files import (
     DamagedError,
     check_files,
@@ -32,12 +33,14 @@ from miles_like.storage.checkpoint_files import (
     sync_tree,
     write_text,
 )
+from miles_like.storage.completion import file_sha256
 from miles_like.types import Json, SampleGroup
 
 STATE_FILE = "run_state.json"
 GROUPS_FILE = "groups.safetensors"
 LATEST = "latest"
 FORMAT = 2
+HELD = "held_groups"  # the part of the state with the files of the rollout workers: name -> SHA-256
 STATE_BYTES, LATEST_BYTES = 256 * MIB, 4096  # largest files that are read
 REMOVED = ".removed"  # suffix of a folder that is being deleted
 
@@ -123,14 +126,16 @@ def save(checkpoints: Path, state: RunState, *, keep: int, every: int | None = N
     return folder
 
 
-def load_latest(checkpoints: Path) -> tuple[Path, RunState] | None:
-    """The folder that `latest` names and its state; None without any checkpoint. Raises ValueError naming a damaged
-    file and the newest complete checkpoint before it."""
+def load_latest(checkpoints: Path, *, groups: bool = True) -> tuple[Path, RunState] | None:
+    """The folder that `latest` names and its state; None without any checkpoint. groups: as of `load`.
+
+    Raises ValueError naming a damaged file and the newest complete checkpoint before it.
+    """
     folder = latest_folder(checkpoints)
     if folder is None:
         return None
     with suggesting_earlier_checkpoint(folder):
-        state = load(folder)
+        state = load(folder, groups=groups)
     return folder, state
 
 
@@ -157,8 +162,9 @@ def check_kept(checkpoints: Path, step: int) -> None:
         raise ValueError(f"--from-step {step}: the checkpoint of that step was not kept: {others}")
 
 
-def load(folder: Path) -> RunState:
-    """The state in a checkpoint folder. Raises DamagedError, a ValueError, naming a missing or damaged file."""
+def load(folder: Path, *, groups: bool = True) -> RunState:
+    """The state in a checkpoint folder. groups: read the samples; otherwise rollout workers do, from `group_files`.
+    Raises DamagedError, a ValueError, naming a missing or damaged file."""
     found = _manifest(folder)
     check_files(folder, found["files"])
     try:
@@ -167,10 +173,30 @@ def load(folder: Path) -> RunState:
             weight_version=found["weight_version"],
             tokens_total=found["tokens_total"],
             parts=found["parts"],
-            groups=read_groups(folder / GROUPS_FILE),
+            groups=_groups(folder, found["parts"]) if groups else {},
         )
     except ValueError as e:
         raise DamagedError(f"checkpoint {folder.name} is damaged: {e}") from e
+
+
+def group_files(folder: Path, parts: Mapping[str, Json]) -> dict[Path, str | None]:
+    """The files with the samples of a checkpoint, and their SHA-256; None: `load` has verified it. Raises DamagedError
+    for a file outside of the folder."""
+    held = parts.get(HELD, {})
+    files: dict[Path, str | None] = {folder / GROUPS_FILE: None}
+    assert isinstance(held, Mapping), "checked by the schema"
+    if wrong := [name for name in held if not is_inner_name(name)]:
+        raise DamagedError(f"checkpoint {folder.name} is damaged: it lists {wrong[0]!r}, which is not a path inside it")
+    return files | {folder / name: str(sha256) for name, sha256 in held.items()}
+
+
+def _groups(folder: Path, parts: Mapping[str, Json]) -> dict[str, SampleGroup]:
+    out: dict[str, SampleGroup] = {}
+    for path, sha256 in group_files(folder, parts).items():
+        if sha256 is not None and file_sha256(path) != sha256:
+            raise ValueError(f"{path} was changed after it was written")
+        out |= read_groups(path)
+    return out
 
 
 def consumed_rows(state: RunState) -> int:

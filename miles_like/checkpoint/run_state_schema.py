@@ -133,6 +133,10 @@ class ConfigState(RootModel[dict[Name, Any]]):
     """Compared key by key by `resume_differences`."""
 
 
+class HeldState(RootModel[dict[Name, Digest]]):
+    """The files of the rollout workers, with the SHA-256 that each worker checks before it reads its file."""
+
+
 PARTS: Mapping[str, type[BaseModel]] = {
     "files": FilesState,
     "config": ConfigState,
@@ -143,6 +147,7 @@ PARTS: Mapping[str, type[BaseModel]] = {
     "producer": ProducerState,
     "ledger": LedgerState,
     "known_answer": KnownAnswerState,
+    "held_groups": HeldState,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,8 @@ class Snapshot:
     parts: Mapping[str, Json] = field(default_factory=dict)  # by the name of the part
     groups: Mapping[str, SampleGroup] = field(default_factory=dict)  # not trained yet
     tokens_total: int = 0  # response tokens trained
+    # writes groups that are held elsewhere into the checkpoint's folder: name of a file there -> SHA-256
+    write: Callable[[Path], Awaitable[Mapping[str, str]]] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,6 +75,9 @@ class RunCheckpoints:
             FILES: positions(self.files),
             RANDOM: random_state(),
         }
+        if snapshot.write is not None:
+            folder = run_state.step_folder(self.directory, step)
+            own[run_state.HELD] = dict(await snapshot.write(folder))
         self._saving = RunState(
             step=step,
             weight_version=step,

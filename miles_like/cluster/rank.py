@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from miles_like.batch.portion import filled
 from miles_like.cluster.gathering import Gathering
 from miles_like.cluster.pacing import Pacer
 from miles_like.cluster.rank_weights import RankWeights
 from miles_like.protocols import RankTrainer, WeightPublisher
-from miles_like.types import MicroBatch, PublishReport, Scored, StepReport
+from miles_like.types import MicroBatch, PlannedMicroBatch, PublishReport, Scored, StepReport
 from rollout.publish.sources.publisher import SourcesPublisher
 from routing_replay.align import ShardSpec
 from routing_replay.rank_routes import RankRoutes
@@ -25,8 +26,15 @@ Place = tuple[int, ShardSpec]  # (DP shard of a rank, the part of the shard's ro
 ShardRoutes = Sequence[RankRoutes | None]  # [micro]
 
 
-def _with_routes(shard: Sequence[MicroBatch], routes: ShardRoutes) -> list[MicroBatch]:
-    return [replace(m, routing=r) for m, r in zip(shard, routes, strict=True)]
+def whole_shard(shard: Sequence[MicroBatch] | Sequence[PlannedMicroBatch], parts: Sequence[Any]) -> list[MicroBatch]:
+    """A shard as it is computed. parts: the routes of the shard (ShardRoutes); of planned micro-batches, a parcel of
+    each holder's portion. Raises ValueError as `portion.filled`."""
+    planned = [m for m in shard if isinstance(m, PlannedMicroBatch)]
+    if planned:
+        return filled(planned, [parcel.value for parcel in parts])
+    (routes,) = parts
+    made = (m for m in shard if isinstance(m, MicroBatch))
+    return [replace(m, routing=r) for m, r in zip(made, routes, strict=True)]
 
 
 class Rank:
@@ -50,21 +58,25 @@ class Rank:
     def connect(self, factory: PublisherFactory) -> None:
         self.publisher = factory(self.rank, self.world)
 
-    def train(self, loss_tokens: Sequence[int], version: int, *shards: Any) -> StepReport:
-        """`shards`: for each optimizer step the shard of its batch, then the routes of that shard."""
+    def train(self, loss_tokens: Sequence[int], version: int, parts: Sequence[int], *shards: Any) -> StepReport:
+        """`shards`: for each optimizer step the shard of its batch, then as many parts of it (`whole_shard`) as `parts`
+        has for the step."""
+        whole, at = [], 0
+        for n in parts:
+            whole.append(whole_shard(shards[at], shards[at + 1 : at + 1 + n]))
+            at += 1 + n
         self.trainer.signals.meet()
-        whole = [_with_routes(shard, routes) for shard, routes in zip(shards[::2], shards[1::2], strict=True)]
         return self.trainer.train(whole, loss_tokens, version)
 
     def evaluate(self, shard: Sequence[MicroBatch], routes: ShardRoutes, loss_tokens: int) -> Mapping[str, float]:
         self.trainer.signals.meet()
-        return self.trainer.evaluate(_with_routes(shard, routes), loss_tokens)
+        return self.trainer.evaluate(whole_shard(shard, [routes]), loss_tokens)
 
     def score(
         self, shard: Sequence[MicroBatch], routes: ShardRoutes, temperature: float, replay: bool, states: bool
     ) -> Scored:
         self.trainer.signals.meet()
-        whole = _with_routes(shard, routes)
+        whole = whole_shard(shard, [routes])
         return self.trainer.score(whole, temperature=temperature, replay=replay, states=states)
 
     def logprobs(self, shard: Sequence[MicroBatch], weights: str | None, candidates: bool, reply: bool) -> list[Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import ray
 from ray.exceptions import RayError
@@ -26,15 +26,38 @@ from miles_like.cluster.run_nodes import RunNodes
 from miles_like.nodes.members import cluster_gist
 from miles_like.nodes.waits import error_message, first_cause, ignore_exception, root_cause, timed_out, write_stacks
 from miles_like.nodes.work import DEFAULT_TIMEOUT_S
-from miles_like.types import PublishReport, Scored, StepReport, TrainBatch
+from miles_like.types import AnyBatch, PlannedBatch, PublishReport, Scored, StepReport, TrainBatch
 
 
 class _Rank(Process, Rank):
     """One trainer rank."""
 
 
+class _Shipped(NamedTuple):
+    """A batch in the object store."""
+
+    refs: Sequence[tuple[ray.ObjectRef[Any], ...]]  # of each rank: its shard, then the parts of it
+    route_bytes: int | None  # of the routes of all places; None: it has none
+
+
+class Pulled(NamedTuple):
+    """The portions of a planned batch in the object store."""
+
+    portions: Mapping[Place, Sequence[ray.ObjectRef[Any]]]  # parcels of `Portion`s, which only ranks open
+    route_bytes: int | None  # of all places; None: the samples have no routes
+
+
+class ColumnSource(Protocol):
+    """The holders of the values of samples."""
+
+    async def pull(self, batch: PlannedBatch, places: Sequence[Place]) -> Pulled:
+        """What each place needs. Raises ColumnsLostError where a holder has lost samples, before a rank computes."""
+
+
 class RayTrainer:
     """A `Trainer` whose ranks are Ray actors."""
+
+    columns: ColumnSource | None = None  # of batches of records
 
     put = staticmethod(ray.put)  # for arguments that several ranks share
 
@@ -75,21 +98,27 @@ class RayTrainer:
         (fingerprint,) = self._call_first("fingerprint", [()])
         return fingerprint if fingerprint is None else str(fingerprint)
 
-    async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
+    async def train(self, batches: Sequence[AnyBatch]) -> StepReport:
         """Adds the metric `routing/bytes`: bytes of routes put into the object store for these steps."""
+        shipped = [
+            await self._pull(batch) if isinstance(batch, PlannedBatch) else self._ship(batch) for batch in batches
+        ]
         self._version += 1
-        fixed = ([batch.loss_tokens for batch in batches], self._version)
-        shipped, nbytes = zip(*(self._ship(batch) for batch in batches), strict=True)
+        loss_tokens = [batch.loss_tokens for batch in batches]
         # references must be top-level arguments: Ray does not fetch nested ones
-        reports = await self._all("train", [(*fixed, *chain(*refs)) for refs in zip(*shipped, strict=True)])
-        report: StepReport = reports[0]
-        if all(m.routing is None for batch in batches for shard in batch.grid for m in shard):
+        arguments = [
+            (loss_tokens, self._version, [len(of) - 1 for of in refs], *chain(*refs))
+            for refs in zip(*(one.refs for one in shipped), strict=True)
+        ]
+        report: StepReport = (await self._all("train", arguments))[0]
+        routes = [one.route_bytes for one in shipped if one.route_bytes is not None]
+        if not routes:
             return report
-        return replace(report, metrics={**report.metrics, "routing/bytes": float(sum(nbytes))})
+        return replace(report, metrics={**report.metrics, "routing/bytes": float(sum(routes))})
 
     async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
-        shipped, _ = self._ship(batch)
-        answers = await self._all("evaluate", [(*refs, batch.loss_tokens) for refs in shipped])
+        refs = self._ship(batch).refs
+        answers = await self._all("evaluate", [(*of, batch.loss_tokens) for of in refs])
         metrics: Mapping[str, float] = answers[0]
         return metrics
 
@@ -97,8 +126,8 @@ class RayTrainer:
         self, batch: TrainBatch, *, temperature: float, replay: bool, states: bool = False
     ) -> list[tuple[int, Scored]]:
         """(its DP shard, its result) of every rank. Forward only."""
-        shipped, _ = self._ship(batch)
-        scores = await self._all("score", [(*refs, temperature, replay, states) for refs in shipped])
+        refs = self._ship(batch).refs
+        scores = await self._all("score", [(*of, temperature, replay, states) for of in refs])
         return [(shard, scored) for (shard, _), scored in zip(self._places, scores, strict=True)]
 
     async def logprobs(
@@ -146,14 +175,26 @@ class RayTrainer:
         for rank in self._ranks:
             ray.kill(rank)
 
-    def _ship(self, batch: TrainBatch) -> tuple[list[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]]], int]:
-        """Put a batch into the object store: for each rank (its DP shard without routes, its part of the shard's
-        routes), and the bytes of all those parts. Ranks that need the same shard or part share one object."""
+    def _ship(self, batch: TrainBatch) -> _Shipped:
+        """Put a batch into the object store: for each rank its DP shard without routes, then its part of the shard's
+        routes. Ranks that need the same shard or part share one object."""
         sent = [self.put([replace(m, routing=None) for m in shard]) for shard in batch.grid]
         cut = {(dp, part): cut_shard(batch.grid[dp], part) for dp, part in dict.fromkeys(self._places)}
         puts = {place: self.put(routes) for place, routes in cut.items()}
         nbytes = sum(r.nbytes for routes in cut.values() for r in routes if r is not None)
-        return [(sent[place[0]], puts[place]) for place in self._places], nbytes
+        routed = any(m.routing is not None for shard in batch.grid for m in shard)
+        refs = [(sent[place[0]], puts[place]) for place in self._places]
+        return _Shipped(refs, nbytes if routed else None)
+
+    async def _pull(self, batch: PlannedBatch) -> _Shipped:
+        """Let the holders of the samples put what each place needs into the object store: for each rank its planned
+        shard, then the portion of each holder."""
+        if self.columns is None:
+            raise RuntimeError("a batch of records needs RayTrainer.columns, the holders of their values")
+        pulled = await self.columns.pull(batch, list(dict.fromkeys(self._places)))
+        sent = [self.put(row) for row in batch.grid]
+        refs = [(sent[place[0]], *pulled.portions[place]) for place in self._places]
+        return _Shipped(refs, pulled.route_bytes)
 
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         began, limit = self._begin_call(method)

@@ -27,6 +27,7 @@ from miles_like.config.sections.make import MakeConfig
 from miles_like.config.sections.reward import RewardConfig
 from miles_like.config.sections.supervised import PAIRS, SupervisedConfig, check_keys, check_unused, without_replay
 from miles_like.config.sections.vllm import check_vllm
+from miles_like.config.workers import check_workers
 from miles_like.section import Section
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.prompts.config import DataConfig
@@ -211,10 +212,7 @@ class RunConfig(Section):
                 self.servers is not None and self.algorithm.keeps_reference,
                 "scores no sampled response under a reference",
             ),
-            "teachers": (
-                self.servers is not None and self.distillation.servers > 0,
-                "starts no teacher server",
-            ),
+            "teachers": (self.servers is not None and self.distillation.servers > 0, "starts no teacher server"),
         }
         for name, (there, why) in has.items():
             if c.pools.of(name) is not None and not there:
@@ -330,6 +328,8 @@ class RunConfig(Section):
             own, turns, gpus = self.rollout, self.takes_turns, self.cluster.gpus_per_node > 0
             self.publish.check(engine=own.engine, ranks=own.embedded.tp_size, takes_turns=turns, gpus=gpus)
             self.publish.check_during_training(turns, self.buffer.slack, self.distillation.policy_teachers)
+            parts = (self.algorithm, self.buffer, self.cluster, self.distillation)
+            check_workers(own.workers, *parts, takes_turns=turns)
         return self
 
     @model_validator(mode="after")

@@ -72,13 +72,14 @@ class Experience:
             groups = without_loss(groups)
         if self.mask_truncated:
             groups = mask_truncated(groups, steps=self.packer.steps_per_rollout)
-        bare = _without_routes(groups)
+        given = groups
         if self.teachers is not None:  # first: it may be the turn of the servers that some of them use
             groups = await self.teachers.score(groups)
         needs, found = self.algorithm.needs, dict[str, Sequence[Sequence[Tensor]]]()
         if self.reference is not None:
             needs = needs | {REFERENCE}
         if needs & {REFERENCE, VALUES}:
+            bare = _without_routes(given)
             batch = replace(self.packer, cost=None).batch(bare)
             if REFERENCE in needs:
                 found[REFERENCE] = streams_of(bare, batch, await self._reference_logprobs(batch))

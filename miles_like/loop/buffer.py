@@ -26,6 +26,7 @@ from miles_like.loop.rollout_stats import RolloutStats
 from miles_like.types import Json, Prompt, SampleGroup
 
 STALE = "stale"
+LOST = "its rollout worker ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,8 @@ class DataBuffer:
     max_staleness: weight versions between the oldest token of a group and the weights that it trains; 0 is on-policy.
     samples: number of samples requested per group. ledger: accounts for every group. backfill: take younger groups in
     place of older ones that are not ready. mask_old_tokens: a group with tokens older than the bound is trained without
-    them (old_tokens.mask_old), and discarded if none is left; without it every such group is discarded.
+    them (old_tokens.mask_old), and discarded if none is left; without it every such group is discarded. release: called
+    with groups that are discarded.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class DataBuffer:
         ledger: Ledger | None = None,
         backfill: bool = False,
         mask_old_tokens: bool = False,
+        release: Callable[[Sequence[SampleGroup]], None] = lambda groups: None,
     ) -> None:
         if max_staleness < 0:
             raise ValueError(f"max_staleness {max_staleness} must be at least 0")
@@ -71,6 +74,7 @@ class DataBuffer:
         self._ledger = Ledger(None) if ledger is None else ledger
         self._backfill = backfill
         self._mask_old_tokens = mask_old_tokens
+        self._release = release
         self._next_id = 0
         self._waiting: dict[int, _Entry] = {}  # by group id, ascending
         self._training = 0  # groups that were taken, and not trained or their weights not published
@@ -134,6 +138,28 @@ class DataBuffer:
         """Discards a group in flight, which is counted under `reason`. group: its samples, where it has ended."""
         self._in_flight(group_id)
         self._drop(group_id, reason, group)
+        await self._wake()
+
+    async def lose(self, is_lost: Callable[[SampleGroup], bool]) -> list[Prompt]:
+        """Discards the groups that wait here and are lost; returns their prompts."""
+        gone = self.drop_lost([i for i, e in self._waiting.items() if e.group is not None and is_lost(e.group)])
+        await self._wake()
+        return gone
+
+    def drop_lost(self, group_ids: Sequence[int]) -> list[Prompt]:
+        """Discards groups that are lost; returns their prompts."""
+        entries = [(group_id, self._waiting[group_id]) for group_id in group_ids]
+        for group_id, entry in entries:
+            self._drop(group_id, LOST, entry.group)
+        return [entry.prompt for _, entry in entries]
+
+    async def give_back(self, taken: Sequence[Taken]) -> None:
+        """Groups that were taken and not trained wait again."""
+        self._training -= len(taken)
+        for t in taken:
+            entry = _Entry(prompt=t.group.prompt, version=t.group.oldest_version, group=t.group, stats=t.stats)
+            self._waiting[t.group_id] = entry
+        self._waiting = dict(sorted(self._waiting.items()))
         await self._wake()
 
     async def discard_all(self, reason: str) -> None:
@@ -201,6 +227,8 @@ class DataBuffer:
         del self._waiting[group_id]
         self.producer_wake.set()
         self._dropped[reason] += 1
+        if group is not None:
+            self._release([group])
         self._ledger.discard(group_id, reason, discarded_samples=None if group is None else group.discarded)
 
     def _in_flight(self, group_id: int) -> _Entry:

@@ -45,10 +45,8 @@ class Controller:
         async with self.feed.sampling():
             for step in range(first, steps):
                 record = self.recorder.begin(step)
-                taken = await self.feed.take(step)
-                if taken is None:
+                if not await self.feed.use(record, lambda r, taken: self.step(r, self.recorder.sampled(r, taken))):
                     break
-                await self.step(record, self.recorder.sampled(record, taken))
                 await self.after(record, last=step + 1 == steps)
             await self.settle()
         done = await self.saver.end(steps)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from miles_like.config.sections.eval import EvalSet
 from miles_like.loop.search import Search, beam_figures, best_of_figures, with_scores
 from miles_like.protocols import RewardFn, RolloutEngine
 from miles_like.report.metrics import eval_metrics
 from miles_like.report.progress import PhaseBar
-from miles_like.types import Prompt, SampleGroup, SamplingParams, ServerLost
+from miles_like.types import Prompt, SampleGroup, SamplingParams, ServerLost, Unit
 from rollout.episodes.groups import run_groups
 from rollout.episodes.pool import EnginePool, Lost
 from rollout.episodes.runner import SINGLE_TURN, EpisodeRunner
@@ -24,6 +24,15 @@ from rollout.prompts.config import DataConfig
 from rollout.prompts.mix import PromptSource
 from rollout.prompts.source import Tokenizer
 from rollout.seeds import seed_of
+
+
+class Answering(Protocol):
+    """Rollout workers, whose answers come without values of tokens (cluster.workers.pool.RolloutWorkers)."""
+
+    async def answer(
+        self, reward: str | None, prompts: Sequence[Prompt], *, n: int, params: SamplingParams
+    ) -> Sequence[SampleGroup]:
+        """As `run_groups`. reward: name of that of the set; None: the run's."""
 
 
 class Examined(RolloutEngine, Protocol):
@@ -87,6 +96,7 @@ async def answers(
     runner: EpisodeRunner = SINGLE_TURN,
     lost: Lost | None = None,
     search: Search | None = None,
+    workers: Answering | None = None,
 ) -> Answers:
     """Samples answers from the whole distribution at the set's temperature, greedily, or both, as the set is
     configured.
@@ -95,7 +105,8 @@ async def answers(
     and the engines drop their prefix caches afterwards: which prefixes are cached changes last bits of the next
     rollout, so a resumed run and one that never stopped must start from the same cache. runner: the run's, so that a
     model is evaluated in the episodes that it is trained in. lost: as of EnginePool. search: choose among the sampled
-    answers, and sample others by beams. Raises RuntimeError for an answer with a token of another weight version than
+    answers, and sample others by beams. workers: answer instead of this process, except where the set's reward scores
+    all answers at once. Raises RuntimeError for an answer with a token of another weight version than
     `version`.
     """
     c, engine = held.config, runner.wrap(EnginePool(engines, lost))
@@ -108,7 +119,10 @@ async def answers(
     )
 
     async def ask(n: int, params: SamplingParams) -> list[SampleGroup]:
-        groups = await run_groups(engine, held.prompts, held.reward, n=n, params=params) if n else []
+        if n and workers is not None and held.reward.unit is not Unit.BATCH:
+            groups = list(await workers.answer(c.reward, held.prompts, n=n, params=params))
+        else:
+            groups = await run_groups(engine, held.prompts, held.reward, n=n, params=params) if n else []
         _check_versions(groups, version, c.name)
         return groups
 
@@ -137,11 +151,13 @@ async def evaluate(
     alone: bool,
     runner: EpisodeRunner = SINGLE_TURN,
     lost: Lost | None = None,
+    workers: Answering | None = None,
 ) -> dict[str, float]:
     """`eval/{set}/...` of all sets at a weight version; arguments and errors as in `answers`. Empty without sets."""
     out = dict[str, float]()
     for held in sets:
-        found = await answers(engines, held, params=params, version=version, alone=alone, runner=runner, lost=lost)
+        how: dict[str, Any] = {"alone": alone, "runner": runner, "lost": lost, "workers": workers}
+        found = await answers(engines, held, params=params, version=version, **how)
         out |= found.figures()
     return out
 
@@ -151,7 +167,7 @@ class Evaluator:
     """Evaluates published weights on the held-out sets of a run, which `engines` answer.
 
     every: steps between two evaluations, besides those before the first and after the last step; 0: never. seed: of
-    the run. alone, runner, lost: as in `answers`.
+    the run. alone, runner, lost, workers: as in `answers`.
     """
 
     engines: Sequence[Examined]
@@ -163,6 +179,7 @@ class Evaluator:
     progress: PhaseBar
     runner: EpisodeRunner = SINGLE_TURN
     lost: Lost | None = None
+    workers: Answering | None = None
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether weights are evaluated after `step` steps."""
@@ -183,6 +200,7 @@ class Evaluator:
             alone=self.alone,
             runner=self.runner,
             lost=self.lost,
+            workers=self.workers,
         )
 
 

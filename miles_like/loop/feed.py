@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from miles_like.loop.buffer import DataBuffer, Taken
 from miles_like.loop.producer import Producer
 from miles_like.report.progress import PhaseBar
 from miles_like.stopping import StopRequest
+from miles_like.types import ColumnsLostError, SampleGroup, SampleRecord
 
 NO_MORE = "the prompts ended"
 SHOWN_EVERY_S = 1.0  # the number of complete groups
+
+
+class Step(Protocol):
+    """The record of a step (loop.recorder.StepRecord)."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Of what is trained."""
+
+
+R = TypeVar("R", bound=Step)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +73,19 @@ class Feed:
             taking.cancel()
             stopping.cancel()
 
+    async def use(self, record: R, train: Callable[[R, list[Taken]], Awaitable[None]]) -> bool:
+        """Trains the groups of `record.step`; False: there are none, as where `take` returns None. Where workers have
+        lost some of them before anything was trained, others are taken."""
+        while (taken := await self.take(record.step)) is not None:
+            try:
+                await train(record, taken)
+                return True
+            except ColumnsLostError as e:
+                if record.metrics or not any(e.has_lost(t.group) for t in taken):  # a part of the step is trained
+                    raise
+                await self.give_back(taken, e.has_lost)
+        return False
+
     def ready(self, step: int) -> bool:
         """Whether `take` would return groups at once."""
         return not self.stop.asked and self.buffer.enough(self.producer.groups, version=step)
@@ -79,6 +107,21 @@ class Feed:
         """Call when the servers have weights `version`: the step's groups count as trained, and further prompts are
         admitted."""
         self.producer.published(version)
+
+    async def lose(self, is_lost: Callable[[SampleGroup], bool]) -> None:
+        """Discards the groups that wait and are lost; their prompts are sampled again."""
+        if prompts := await self.buffer.lose(is_lost):
+            self.producer.lost(prompts)
+
+    async def lose_of(self, holder: int) -> None:
+        """Call when a rollout worker has ended: as `lose`, of the groups that it held."""
+        await self.lose(lambda group: any(isinstance(s, SampleRecord) and s.holder == holder for s in group.samples))
+
+    async def give_back(self, taken: Sequence[Taken], is_lost: Callable[[SampleGroup], bool]) -> None:
+        """Groups that `take` returned and that were not trained: those that are lost are discarded and sampled again,
+        the others wait for the next `take`."""
+        await self.buffer.give_back(taken)
+        await self.lose(is_lost)
 
     async def discard_rest(self) -> None:
         """Discards the groups that are left when the prompts have ended."""

@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from miles_like.algorithms.truncation import OverlongShaping
-from miles_like.loop.buffer import DataBuffer
+from miles_like.loop.buffer import LOST, DataBuffer
 from miles_like.loop.rollout_stats import RolloutStats
 from miles_like.protocols import GroupFilter
-from miles_like.types import Json, Prompt, SampleGroup
+from miles_like.types import Json, Prompt, RecordGroup, SampleGroup
 
 UNSCORED = "no sample was scored"
 OVERSAMPLED = "more than the step needs"
@@ -49,6 +49,14 @@ class GroupSampler(Protocol):
 
     async def abort(self) -> None:
         """Ends all requests that are in flight on the servers."""
+
+
+class Capacity(Protocol):
+    """What holds the samples (cluster.workers.pool.RolloutWorkers)."""
+
+    @property
+    def full(self) -> bool:
+        """Whether no further ones should be made before a step is trained."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +82,7 @@ class Producer:
     overlong: OverlongShaping | None = None  # reduces rewards of the groups that are kept; None: rewards stay
     lockstep: bool = False
     over_sampling: float | None = None
+    capacity: Capacity | None = None  # None: of the samples held there is no bound
     steps: int = 1 << 62  # of the run: no prompt is sampled that no step would train
     max_rounds: int = 1  # prompts sampled for one step, as a multiple of `groups`
     version: int = 0  # published last
@@ -144,6 +153,19 @@ class Producer:
         self.version = version
         self.buffer.producer_wake.set()
 
+    def lost(self, prompts: Sequence[Prompt]) -> None:
+        """Call when the kept groups of `prompts` are lost, and discarded: others are sampled in their place."""
+        kept = self._step * self.groups + self._kept - len(prompts)
+        self._step, self._kept = divmod(kept, self.groups) if self.in_steps else (self._step, self._kept)
+        self._tried = max(self._tried, self._kept, 1)
+        self._sample_again(prompts)
+        self.buffer.producer_wake.set()
+
+    def _sample_again(self, prompts: Sequence[Prompt]) -> None:
+        """The next rounds begin with these prompts."""
+        self._held = [*prompts, *self._held]
+        self.ended = False
+
     async def drain(self) -> None:
         """Waits until `drained`."""
         while not self.drained:
@@ -187,6 +209,13 @@ class Producer:
         """How many prompts may be sampled now."""
         if self.ended:
             return 0
+        if (
+            self.capacity is not None
+            and self.capacity.full
+            and self.buffer.outstanding >= self.groups
+            and not self.lockstep
+        ):
+            return 0  # the groups of the next step are there or in flight: training them makes room
         if not self.in_steps:
             left = (self.steps - self.version) * self.groups
             return max(min(self.room, left) - self.buffer.outstanding, 0)
@@ -233,14 +262,17 @@ class Producer:
         """Keeps or discards groups that have ended, in their order."""
         refused = {t: self._why_discarded(g) for t, g in ended.items()}
         for group_id, group in ended.items():
-            self._stats.count(group, refused[group_id])
-            self._tried += 1
+            if refused[group_id] != LOST:  # which is no sign of prompts that are too hard
+                self._stats.count(group, refused[group_id])
+                self._tried += 1
         for group_id, group in ended.items():
             reason = refused[group_id]
             if reason is not None:
-                self._refused[reason] += 1
+                self._refused[reason] += reason != LOST
             elif self.in_steps and self._kept == self.groups:
                 reason = OVERSAMPLED
+            if reason == LOST:
+                self._sample_again([group.prompt])
             if reason is not None:
                 await self.buffer.discard(group_id, reason=reason, group=group)
             else:
@@ -254,9 +286,11 @@ class Producer:
 
     def _why_discarded(self, group: SampleGroup) -> str | None:
         """None: the group is worth training."""
+        if isinstance(group, RecordGroup) and group.refused is not None:  # by the filter, where the samples are
+            return group.refused
         if not group.samples:
             return _why_empty(group)
-        return None if self.filter is None else self.filter(group)
+        return None if self.filter is None or isinstance(group, RecordGroup) else self.filter(group)
 
     def _next_step(self) -> None:
         if self._kept >= self.groups:
@@ -297,6 +331,10 @@ class Producer:
             group_ids = {t: prompts[t] for t in w["tickets"] if t in prompts}
             if group_ids:
                 self._rounds[w["number"]] = _Round(number=w["number"], group_ids=group_ids)
+        sampled = {t for round_ in self._rounds.values() for t in round_.group_ids}
+        # those that were complete in a worker which ended before it saved them
+        if lost := self.buffer.drop_lost([t for t in prompts if t not in sampled]):
+            self.lost(lost)
 
 
 def _why_empty(group: SampleGroup) -> str:

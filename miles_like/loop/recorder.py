@@ -30,6 +30,31 @@ class TurnTimes(Protocol):
         """`perf/turn/...` since the last call."""
 
 
+class GroupStore(Protocol):
+    """Where the values of the samples' tokens are: in this process, or in rollout workers."""
+
+    def write_rollouts(self, path: Path, groups: Sequence[SampleGroup]) -> None:
+        """As `report.metrics.write_rollouts`; it may return before the file is written."""
+
+    def release(self, groups: Sequence[SampleGroup]) -> None:
+        """Frees the values of groups that are trained."""
+
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+class InThisProcess:
+    """Values live as long as their groups do."""
+
+    def write_rollouts(self, path: Path, groups: Sequence[SampleGroup]) -> None:
+        write_rollouts(path, groups)
+
+    def release(self, groups: Sequence[SampleGroup]) -> None:
+        """There is nothing else to free."""
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+
 Phase = Literal["experience", "train", "save", "publish", "checks"]
 
 
@@ -50,6 +75,7 @@ class StepRecord:
     taken: Sequence[Taken] = ()  # what the step trains
     seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(get_args(Phase), 0.0))
     rollout: Mapping[str, float] = field(default_factory=dict)  # of the sampled groups
+    tokens: int = 0  # response tokens among them
     metrics: dict[str, float] = field(default_factory=dict)  # of the trainer and of the experience
     published: PublishReport | None = None
 
@@ -81,6 +107,7 @@ class Recorder:
     episodes: bool = False  # whether samples have turns
     greedy: bool = False  # whether the first sample of a group is greedy, which is not trained on
     turns: TurnTimes | None = None  # None: servers and trainer do not take turns
+    store: GroupStore = field(default_factory=InThisProcess)
     tokens_total: int = 0  # response tokens trained since the run began
     earlier_s: float = 0.0  # `wall_s` of the row that the run resumes after
     started: float = field(default_factory=time.perf_counter)
@@ -101,7 +128,9 @@ class Recorder:
             metrics["rollout/reward/greedy"] = statistics.fmean(greedy)
         if self.episodes:
             metrics |= turn_metrics(trained)
-        self.tokens_total += sum(s.response_len for g in trained for s in g.samples)
+        tokens = sum(s.response_len for g in trained for s in g.samples)
+        self.tokens_total += tokens - record.tokens  # of groups that were lost before they were trained
+        record.tokens = tokens
         record.rollout = metrics | {"tokens_total": float(self.tokens_total)}
         return groups
 
@@ -110,7 +139,7 @@ class Recorder:
         written first, because they show why a run stops. Raises RuntimeError as `StepBounds.check`."""
         done = record.step + 1
         if self.samples is not None:
-            write_rollouts(self.samples / f"step_{done}.jsonl", [t.group for t in record.taken])
+            self.store.write_rollouts(self.samples / f"step_{done}.jsonl", [t.group for t in record.taken])
         self.bounds.check(done, record.metrics)
 
     def row(self, record: StepRecord, *, dropped: int) -> dict[str, float]:
@@ -137,6 +166,7 @@ class Recorder:
             "perf/step_s": step_s,
             **self.speed.metrics(groups, rollout_s=rollout_s, train_s=seconds["train"]),
             **({} if self.turns is None else self.turns.metrics()),
+            **self.store.metrics(),
             "async/dropped": float(dropped),
         }
 
@@ -145,6 +175,7 @@ class Recorder:
         done = record.step + 1
         for t in record.taken:
             self.ledger.train(done, t.group_id, t.group)
+        self.store.release([t.group for t in record.taken])
         if self.curriculum is not None:
             row = {**row, **self.curriculum.observe([r for t in record.taken for r in t.stats.rewards])}
         self.write_end(done, row)

@@ -50,8 +50,7 @@ def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str,
 
 def turn_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Metrics of episodes: the number of the policy's turns."""
-    turns = (int((s.loss_mask.int().diff() > 0).sum()) for g in groups for s in g.samples)
-    return {"rollout/turns/mean": statistics.fmean(turns)}
+    return {"rollout/turns/mean": statistics.fmean(s.turns for g in groups for s in g.samples)}
 
 
 def speed_metrics(
@@ -69,7 +68,7 @@ def speed_metrics(
     FLOPs utilization: flops / (train_s * peak).
     """
     samples = [s for g in groups for s in g.samples]
-    sampled, inputs = sum(s.response_len for s in samples), [len(s.token_ids) - 1 for s in samples]
+    sampled, inputs = sum(s.response_len for s in samples), [s.length - 1 for s in samples]
     out = {} if rollout_s is None else {"perf/tokens_per_s_rollout": sampled / rollout_s}
     out["perf/tokens_per_s_train"] = sum(inputs) / train_s
     if flops is not None and peak is not None:
@@ -118,10 +117,10 @@ def eval_metrics(groups: Sequence[SampleGroup], *, name: str, k: int, right: flo
     return out
 
 
-def write_rollouts(path: Path, groups: Sequence[SampleGroup]) -> None:
-    """Write one readable JSON object per sample, for people and for the report; replaces the file."""
+def write_rollouts(path: Path, groups: Sequence[SampleGroup], *, append: bool = False) -> None:
+    """Write one readable JSON object per sample, for people and for the report; replaces the file unless `append`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as out:
+    with path.open("a" if append else "w", encoding="utf-8") as out:
         for group in groups:
             for sample in group.samples:
                 out.write(json.dumps(readable(group, sample), ensure_ascii=False) + "\n")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rich.console import Console
@@ -18,8 +18,10 @@ from miles_like.algorithms.truncation import make_overlong
 from miles_like.alignment.allowance import of_steps
 from miles_like.alignment.server_checks import RunChecks
 from miles_like.batch.packer import Packer
+from miles_like.checkpoint.run_state import group_files
 from miles_like.cluster.rollout_servers import RayServers
 from miles_like.cluster.trainer_ranks import RayTrainer
+from miles_like.cluster.workers.pool import RolloutWorkers
 from miles_like.config.run import RunConfig
 from miles_like.experience.experience import Experience
 from miles_like.experience.teachers import Teachers
@@ -29,24 +31,25 @@ from miles_like.loop.evaluation import Evaluator, HeldOut, held_out
 from miles_like.loop.feed import Feed
 from miles_like.loop.overlapped import OverlappedController, loop_of
 from miles_like.loop.producer import Producer
-from miles_like.loop.recorder import Recorder
+from miles_like.loop.recorder import InThisProcess, Recorder
 from miles_like.loop.saver import Saver
 from miles_like.loop.state import KNOWN_ANSWER, LoopState
 from miles_like.loop.step_bounds import StepBounds
-from miles_like.preflight.checks import check_over_sampling
-from miles_like.protocols import Algorithm, RolloutEngine, TrainerRanks
+from miles_like.preflight.checks import check_over_sampling, check_workers_reward
+from miles_like.protocols import Algorithm, GroupFilter, RolloutEngine, TrainerRanks
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards
 from miles_like.run.alignment import check_bits, server_checks
 from miles_like.run.setup.delivery import DirectoryDelivery, TrainerPublication, publication_of
 from miles_like.run.setup.launcher import Launcher, freeze_gc
 from miles_like.run.setup.model_plan import ModelPlan
-from miles_like.run.setup.replacing import RunningServers, RunReplacements
+from miles_like.run.setup.replacing import Engines, RunningServers, RunReplacements
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.sampler import EngineSampler
 from miles_like.run.setup.teachers import RunTeachers
 from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter
 from miles_like.run.setup.turn_taking import TurnTaking, release_servers, released
+from miles_like.run.setup.worker_side import tokens_of, workers_of
 from miles_like.stopping import Deadline, StopRequest, command_began, run_to_end
 from miles_like.turns.users import TurnFeed
 from miles_like.types import GREEDY, PublishReport, SampleGroup
@@ -80,6 +83,7 @@ def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
     c = plan.config
     rewards = Rewards(c.reward)
     check_over_sampling(c, rewards(None))
+    check_workers_reward(workers_of(plan), rewards(None))
     source = PromptSource(c.data, plan.tokenizer, seed=c.seed, compared_by=rewards(None).compares)
     held = held_out(c.eval_sets, c.data, plan.tokenizer, rewards)
     shared = decontaminate(source, {h.config.name: h.prompts for h in held}, c.data.decontaminate)
@@ -138,6 +142,7 @@ def train(
             critic=critic,
             reference=reference,
             console=console,
+            launcher=launcher,
             controller=controller,
         )
         with servers.naming_failures(), teachers.naming_failures():
@@ -200,8 +205,10 @@ class TrainingRun:
         critic: RayTrainer | None,
         reference: RayTrainer | None = None,
         console: Console,
+        launcher: Launcher,
         controller: type[Controller] = Controller,
     ) -> None:
+        self.launcher = launcher
         self.plan, self.config = rollout.plan, rollout.plan.config
         self.rollout, self.algorithm, self.prompts, self.files = rollout, algorithm, prompts, files
         self.servers, self.runner = servers, runner
@@ -231,7 +238,7 @@ class TrainingRun:
         lost = self._lost if (may_replace := c.publish.replacements > 0 and not c.takes_turns) else None
         pool = EnginePool(clients, lost)
         partial = PartialRollouts(pool, keep_groups=not c.rollout.has_episode_runner)
-        engine = self.answering(partial)
+        engine, workers = self.answering(partial), await self.workers(urls, goes_on=may_replace)
         if c.takes_turns:
             self._taking = TurnTaking(self.rollout, urls, self._ranks, partial)
             self.models = self._taking.models
@@ -244,7 +251,8 @@ class TrainingRun:
         packs = packer(self.plan, self.trainer.dp_size, replayed=False, balanced=True)
         teachers = self.teachers.teachers(self.trainer, eval_clients, packs, self.prompts.source.all())
         await teachers.start()  # before a publication: some are loaded by the trainer, which may sleep afterwards
-        checks = self.checks(checked, self.replacements(pool, urls) if may_replace else None)
+        replaced = self.replacements(workers or pool, urls) if may_replace else None
+        checks = self.checks(checked, replaced)
         first, published = await self.publish_first(checks)
         await checks.at_start(first, published)
         with PhaseBar(c.train.steps, self.console) as progress:
@@ -258,10 +266,11 @@ class TrainingRun:
                 progress=progress,
                 runner=self.runner,
                 lost=lost,
+                workers=workers,
             )
-            loop = self.compose(
-                engine, partial, evaluator, checks, teachers if c.distillation.teaching else None, first
-            )
+            teaching = teachers if c.distillation.teaching else None
+            sampler = workers or self.sampler(engine, partial, teaching)
+            loop = self.compose(sampler, workers or partial, evaluator, checks, teaching, first)
             freeze_gc()
             try:
                 await loop.run(first=first, steps=c.train.steps, resumed=self.resumed is not None)
@@ -271,14 +280,10 @@ class TrainingRun:
                 self.deadline.close()
                 self.console.print(f"{'':12}{loop.recorder.ledger.close()}", markup=False, soft_wrap=True)
                 loop.recorder.sink.close()
-                await self.prompts.rewards.close()
-                await engine.close()
-                await EnginePool([*eval_clients, *checked]).close()
-                if self._taking is not None:
-                    await self._taking.close()
-                await teachers.close()
-                for ranks in (*self.models.values(), *([] if self.reference is None else [self.reference])):
-                    await ranks.close()
+                users = (self.prompts.rewards, workers, engine, EnginePool([*eval_clients, *checked]), self._taking)
+                for one in (*users, teachers, *self.models.values(), self.reference):
+                    if one is not None:
+                        await one.close()
 
     async def publish_first(self, checks: RunChecks) -> tuple[int, PublishReport | None]:
         """(number of the first step, the report of the publication before it). A resumed run loads its checkpoint and
@@ -297,7 +302,26 @@ class TrainingRun:
     def _lost(self, why: str) -> None:
         _say(self.console, f"{why}; its requests go to other servers, and the next publication replaces it")
 
-    def replacements(self, pool: EnginePool, urls: Sequence[str]) -> RunReplacements:
+    async def workers(self, urls: Sequence[str], *, goes_on: bool) -> RolloutWorkers | None:
+        """The rollout workers, with the groups of the checkpoint if the run resumes; None: this process samples.
+
+        goes_on: as in `WorkerRecipe`.
+        """
+        start, c = self.launcher.workers(self.rollout, urls, goes_on=goes_on), self.config
+        if start is None:
+            return None
+        workers = RolloutWorkers(
+            start=start, tokens=tokens_of(c), say=partial(_say, self.console), bound=c.rollout.held_bytes
+        )
+        await workers.begin()
+        if self.resumed is not None:
+            state = self.resumed.state
+            groups = await workers.take_over(group_files(self.resumed.folder, state.parts))
+            self.resumed = self.resumed._replace(state=replace(state, groups=groups))
+        self._ranks["trainer"].columns = workers
+        return workers
+
+    def replacements(self, pool: Engines, urls: Sequence[str]) -> RunReplacements:
         return RunReplacements(
             servers=self.servers,
             pool=pool,
@@ -320,8 +344,8 @@ class TrainingRun:
 
     def compose(
         self,
-        engine: RolloutEngine,
-        partial: PartialRollouts,
+        sampler: EngineSampler | RolloutWorkers,
+        partial: PartialRollouts | RolloutWorkers,
         evaluator: Evaluator,
         checks: RunChecks,
         teachers: Teachers | None,
@@ -345,24 +369,16 @@ class TrainingRun:
             episodes=c.rollout.has_episode_runner,
             turns=None if self._taking is None else self._taking.turns,
             earlier_s=self.files.earlier_s,
+            store=sampler if isinstance(sampler, RolloutWorkers) else InThisProcess(),
         )
-        feed = self.feed(engine, partial, recorder, teachers)
+        feed = self.feed(sampler, recorder)
         state = LoopState(source=self.prompts.source, feed=feed, recorder=recorder, partial=partial, known=checks.known)
         if self.resumed is not None:
             state.restore(self.resumed.state)
         packs = self.packer()
         return self.make_controller(
             feed=feed,
-            experience=Experience(
-                algorithm=self.algorithm,
-                packer=packs,
-                trainer=self.trainer,
-                critic=self.models.get("critic"),
-                reference=self.reference,
-                teachers=teachers,
-                mask_truncated=c.algorithm.parts.mask_truncated,
-                shuffle_seed=c.seed if c.algorithm.parts.shuffle_advantages else None,
-            ),
+            experience=self.experience(packs, teachers),
             packer=packs,
             trainer=self.trainer,
             checks=checks,
@@ -377,6 +393,19 @@ class TrainingRun:
                 every=c.checkpoint.every,
                 models_first=self._taking is not None,
             ),
+        )
+
+    def experience(self, packs: Packer, teachers: Teachers | None) -> Experience:
+        c = self.config
+        return Experience(
+            algorithm=self.algorithm,
+            packer=packs,
+            trainer=self.trainer,
+            critic=self.models.get("critic"),
+            reference=self.reference,
+            teachers=teachers,
+            mask_truncated=c.algorithm.parts.mask_truncated,
+            shuffle_seed=c.seed if c.algorithm.parts.shuffle_advantages else None,
         )
 
     @property
@@ -404,23 +433,15 @@ class TrainingRun:
         episodes = self.runner.wrap(engine)
         return GreedyFirst(episodes) if GREEDY in self.algorithm.needs else episodes
 
-    def feed(
-        self, engine: RolloutEngine, partial: PartialRollouts, recorder: Recorder, teachers: Teachers | None = None
-    ) -> Feed:
-        c, kept = self.config, make_filter(self.config.algorithm.parts.filter, greedy=GREEDY in self.algorithm.needs)
+    def sampler(self, engine: RolloutEngine, partial: PartialRollouts, teachers: Teachers | None) -> EngineSampler:
+        """Samples in this process."""
+        kept = self.kept
 
         def complete(group: SampleGroup) -> None:
             if teachers is not None and (kept is None or kept(group) is None):
                 teachers.begin(group)
 
-        buffer = DataBuffer(
-            max_staleness=c.buffer.max_staleness,
-            samples=c.train.samples_per_group,
-            ledger=recorder.ledger,
-            backfill=c.in_flight_at_publication,
-            mask_old_tokens=c.buffer.old_tokens == "mask",
-        )
-        sampler = EngineSampler(
+        return EngineSampler(
             rollout=self.rollout,
             engine=engine,
             partial=partial,
@@ -428,20 +449,39 @@ class TrainingRun:
             console=self.console,
             complete=complete,
         )
+
+    @property
+    def kept(self) -> GroupFilter:
+        return make_filter(self.config.algorithm.parts.filter, greedy=GREEDY in self.algorithm.needs)
+
+    def feed(self, sampler: EngineSampler | RolloutWorkers, recorder: Recorder) -> Feed:
+        c = self.config
+        buffer = DataBuffer(
+            max_staleness=c.buffer.max_staleness,
+            samples=c.train.samples_per_group,
+            ledger=recorder.ledger,
+            backfill=c.in_flight_at_publication,
+            mask_old_tokens=c.buffer.old_tokens == "mask",
+            release=recorder.store.release,
+        )
         producer = Producer(
             groups=c.train.groups_per_step,
             steps=c.train.steps,
             buffer=buffer,
             source=self.prompts.source,
             sampler=sampler,
-            filter=kept,
+            filter=self.kept,
             overlong=make_overlong(c.algorithm.parts.overlong, c.rollout.longest_answer),
             lockstep=c.in_lockstep,
             over_sampling=c.buffer.over_sampling,
             max_rounds=c.rollout.max_rounds,
+            capacity=sampler if isinstance(sampler, RolloutWorkers) else None,
         )
         if self._taking is None:
-            return Feed(buffer=buffer, producer=producer, stop=self.stop, progress=recorder.progress)
+            feed = Feed(buffer=buffer, producer=producer, stop=self.stop, progress=recorder.progress)
+            if isinstance(sampler, RolloutWorkers):
+                sampler.lost = feed.lose_of
+            return feed
         turns = self._taking.turns
         feed = TurnFeed(buffer=buffer, producer=producer, stop=self.stop, progress=recorder.progress, turns=turns)
         self._taking.sampling.feed = feed

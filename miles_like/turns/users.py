@@ -14,7 +14,7 @@ from miles_like.loop.buffer import Taken
 from miles_like.loop.feed import Feed
 from miles_like.protocols import TrainerRanks, WeightPublisher
 from miles_like.turns.order import Turns
-from miles_like.types import PublishReport, Scored, StepReport, TrainBatch
+from miles_like.types import AnyBatch, PublishReport, Scored, StepReport, TrainBatch
 from rollout.concurrency import all_or_first_error
 from rollout.episodes.partial import PartialRollouts
 from rollout.sglang.client import SGLangClient
@@ -119,7 +119,7 @@ class TurnTrainer:
     def fingerprint(self) -> str | None:
         return self.ranks.fingerprint()
 
-    async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
+    async def train(self, batches: Sequence[AnyBatch]) -> StepReport:
         async with self.turns.training(changes=self.trains_policy):
             return await self.ranks.train(batches)
 

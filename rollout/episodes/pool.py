@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from miles_like.protocols import RolloutEngine
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, ServerLost
 from rollout.concurrency import all_or_first_error
+
+_HOMES = 65536
 
 
 class Lost(Protocol):
@@ -33,6 +36,9 @@ class EnginePool:
             raise ValueError("a pool of 0 engines is not possible: set rollout.servers to at least 1")
         self._engines = tuple(engines)
         self._load = [0] * len(engines)  # upper bound on the tokens of each engine's prompts in flight
+        # (sampling seed, prompt id, index of a sample that has moved) -> the engine that has cached its tokens, of the
+        # _HOMES that were used last
+        self._homes: OrderedDict[tuple[int | None, str, int | None], int] = OrderedDict()
         self._lost = lost
         self._out: dict[int, ServerLost | None] = {}  # engines that get no request, with their errors
         self._expected = False
@@ -44,7 +50,8 @@ class EnginePool:
         await self._some_engine()
         shares: list[list[int]] = [[] for _ in self._engines]
         for i, cost in enumerate(costs):
-            shares[self._assign(cost)].append(i)
+            shares[e := self._assign(cost)].append(i)
+            self._settle((params.sampling_seed, prompts[i].id, None), e)
 
         async def sample_on(e: int) -> Sequence[SampleGroup]:
             share = [prompts[i] for i in shares[e]]
@@ -69,11 +76,16 @@ class EnginePool:
     async def continue_sample(
         self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
     ) -> Sample:
-        """On the engine with the least load. Any engine can continue any sample, because all its tokens are sent."""
+        """On the engine that has its tokens in its cache, unless its load exceeds the least one by more than these
+        tokens, which another engine computes again. Any engine can continue any sample, because all its
+        tokens are sent."""
         cost = len(sample.token_ids) + len(environment) + params.max_new_tokens
         while True:
             await self._some_engine()
-            e = self._assign(cost)
+            of = (params.sampling_seed, sample.prompt_id)
+            home = self._homes.get((*of, sample.index), self._homes.get((*of, None)))
+            if (e := self._assign(cost, home, len(sample.token_ids))) != home:
+                self._settle((*of, sample.index), e)
             try:
                 return await self._engines[e].continue_sample(sample, environment, params=params)
             except ServerLost as error:
@@ -81,11 +93,21 @@ class EnginePool:
             finally:
                 self._load[e] -= cost
 
-    def _assign(self, cost: int) -> int:
-        """Add `cost` tokens to the engine with the least load and return its index."""
+    def _assign(self, cost: int, home: int | None = None, saved: int = 0) -> int:
+        """Add `cost` tokens to the engine with the least load and return its index. home: an engine that computes
+        `saved` tokens less."""
         e = min((e for e in range(len(self._engines)) if e not in self._out), key=self._load.__getitem__)
+        if home is not None and home not in self._out and self._load[home] - self._load[e] <= saved:
+            e = home
         self._load[e] += cost
         return e
+
+    def _settle(self, key: tuple[int | None, str, int | None], e: int) -> None:
+        """Note that engine e has the tokens of a prompt, or of a sample."""
+        self._homes[key] = e
+        self._homes.move_to_end(key)
+        if len(self._homes) > _HOMES:
+            self._homes.popitem(last=False)
 
     # ---- engines that are left out
 

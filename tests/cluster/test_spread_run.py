@@ -102,12 +102,14 @@ def ran(cluster: Cluster, work: Path) -> Ran:
 
 
 def test_two_steps_over_two_nodes_are_those_of_one_machine(ran: Ran, runs: Runs, work: Path) -> None:
-    """Loss, gradient, samples and rewards, bit for bit; the other run's processes are all this machine's."""
+    """Loss, gradient, samples and rewards, bit for bit; the other run's processes are all this machine's. A rollout
+    worker on each node has sampled for ranks on both; in the other run the driver has."""
     assert runs.run(work / "runs" / "one", SETTINGS) == 0
     assert untimed(ran.run_dir / "metrics.jsonl") == untimed(work / "runs" / "one" / "metrics.jsonl")
     rows = [json.loads(line) for line in (ran.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2] and all(row["train/grad_norm"] > 0 for row in rows[1:])
-    assert (ran.run_dir / "checkpoints" / "step_2").is_dir()
+    assert (ran.run_dir / "checkpoints" / "step_2" / "groups" / "1.safetensors").exists()
+    assert all("perf/held_bytes" in row for row in rows[1:])
 
 
 def test_each_process_is_on_its_node_with_that_node_s_disk_and_the_run_s_variables(ran: Ran, cluster: Cluster) -> None:

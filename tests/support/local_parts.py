@@ -20,8 +20,10 @@ from miles_like.protocols import LossFn
 from miles_like.run.setup.launcher import Launcher
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.rollout_side import RolloutSide
+from miles_like.run.setup.worker_side import worker_recipe, worker_slots, workers_of
 from rollout.sglang.servers import ServerLaunch, embedded_command
 from tests.support.forked import Forked, Gone
+from tests.support.local_workers import LocalWorkers
 from tests.support.spawn import free_port
 
 
@@ -143,6 +145,12 @@ class LocalLauncher(Launcher):
         return LocalTrainer(
             factory, self.rank_processes[role], plan.config.parallel.dp, role, plan.run_dir / "calls.txt"
         )
+
+    def workers(self, rollout: RolloutSide, urls: Sequence[str], *, goes_on: bool) -> Any:
+        """In the driver's process."""
+        n = workers_of(rollout.plan)
+        shares = [[urls[s] for s in own] for _, own in worker_slots(rollout.plan.placement, n)] if n else []
+        return LocalWorkers(shares, worker_recipe(rollout, goes_on=goes_on)) if n else None
 
     def servers(self, rollout: RolloutSide, version: int, *, routing: bool = True) -> Any:
         plan, ports = rollout.plan, [free_port() for _ in self.server_processes]

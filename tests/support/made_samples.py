@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from miles_like.batch.packing import pack
-from miles_like.types import Finish, Prompt, Sample, SampleGroup, TrainBatch, VersionSpan
+from miles_like.types import Finish, MicroBatch, Prompt, Sample, SampleGroup, TrainBatch, VersionSpan
 from routing_replay.trace import RoutingTrace
 
 LAYERS = (1, 2)
@@ -71,3 +72,15 @@ def rewarded(rewards: Sequence[float], *, prompt_id: str = "p", version: int = 0
         [sample(prompt_id, i, reward=r, version=version) for i, r in enumerate(rewards)],
         answer=answer,
     )
+
+
+def assert_same(one: MicroBatch, other: MicroBatch) -> None:
+    """Bit for bit."""
+    for f in fields(MicroBatch):
+        a, b = getattr(one, f.name), getattr(other, f.name)
+        if f.name == "streams":
+            assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+        elif isinstance(a, torch.Tensor):
+            assert a.dtype == b.dtype and torch.equal(a, b), f.name
+        else:
+            assert a == b, f.name

@@ -11,7 +11,7 @@ import torch
 
 from miles_like.algorithms.advantages.grpo import group_relative
 from miles_like.algorithms.advantages.rewards import finite_rewards
-from miles_like.algorithms.advantages.tokens import WHITEN_EPS, Tokens
+from miles_like.algorithms.advantages.tokens import WHITEN_EPS
 from miles_like.types import SampleGroup
 
 
@@ -24,7 +24,7 @@ def whitened_baseline(groups: Sequence[SampleGroup]) -> list[list[float]]:
     """
     centred = [group_relative(finite_rewards(group), normalize_std=False) for group in groups]
     values = torch.tensor([a for group in centred for a in group], dtype=torch.float64)
-    times = Tokens.of(groups).counts.double()
+    times = torch.tensor([s.response_len for g in groups for s in g.samples], dtype=torch.float64)
     if (n := times.sum()) > 1:
         values = values - (times * values).sum() / n
         values = values / ((times * values.square()).sum() / (n - 1) + WHITEN_EPS).sqrt()

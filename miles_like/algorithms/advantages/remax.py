@@ -69,4 +69,4 @@ def _baseline(group: SampleGroup) -> float:
 
 
 def _masked(sample: Sample) -> Sample:
-    return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) if sample.index == GREEDY_INDEX else sample
+    return sample.without_loss() if sample.index == GREEDY_INDEX else sample

@@ -14,10 +14,13 @@ from miles_like.cluster.placement import Slot
 from miles_like.cluster.rollout_servers import RayServers
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.cluster.trainer_ranks import RayTrainer
+from miles_like.cluster.workers.actors import StartActor
+from miles_like.cluster.workers.pool import StartWorker
 from miles_like.protocols import LossFn
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.run_cluster import RunCluster
+from miles_like.run.setup.worker_side import worker_recipe, worker_slots, workers_of
 
 
 class Launcher:
@@ -74,6 +77,21 @@ class Launcher:
         plan = rollout.plan
         launches = [(slot, rollout.launch(slot, version, routing=routing)) for slot in plan.placement.of("rollout")]
         return RayServers(launches, self.nodes(plan), plan.logs, plan.placement.ports_of("rollout"))
+
+    def workers(self, rollout: RolloutSide, urls: Sequence[str], *, goes_on: bool) -> StartWorker | None:
+        """What starts the run's rollout workers for the servers at `urls`; None: the driver samples. goes_on: as in
+        `WorkerRecipe`."""
+        plan, n = rollout.plan, workers_of(rollout.plan)
+        if not n:
+            return None
+        slots = worker_slots(plan.placement, n)
+        return StartActor(
+            nodes=self.nodes(plan),
+            slots=[slot for slot, _ in slots],
+            urls=[[urls[s] for s in own] for _, own in slots],
+            factory=worker_recipe(rollout, goes_on=goes_on),
+            logs=plan.logs,
+        )
 
 
 def freeze_gc() -> None:

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Protocol
 
 from miles_like.types import PublishReport, ServerFault
-from rollout.episodes.pool import EnginePool
 
 
 class RunningServers(Protocol):
@@ -24,6 +23,14 @@ class RunningServers(Protocol):
     def replace(self, urls: Collection[str], say: Callable[[str], None]) -> None:
         """Stops servers and starts others in their slots, at their addresses. Returns once they answer. Raises
         RuntimeError naming a server that does not start."""
+
+
+class Engines(Protocol):
+    """The servers as those that sample use them: an EnginePool, or the rollout workers."""
+
+    def expect(self) -> None: ...
+    def leave_out(self, urls: Collection[str]) -> None: ...
+    def restore(self) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +43,7 @@ class RunReplacements:
     """
 
     servers: RunningServers
-    pool: EnginePool
+    pool: Engines
     urls: tuple[str, ...]
     limit: int
     connect: Callable[[Sequence[str], bool], None]

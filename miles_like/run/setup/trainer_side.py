@@ -26,6 +26,7 @@ from miles_like.report.provenance import note_start
 from miles_like.report.sinks import JsonlSink, MultiSink, TensorboardSink
 from miles_like.report.speed import SpeedMeter
 from miles_like.run.setup.model_plan import ModelPlan
+from miles_like.run.setup.worker_side import workers_of
 from miles_like.storage.appended_file import AppendedFile, truncate_all
 from miles_like.storage.checkpoint_files import DamagedError
 from miles_like.types import Aggregation
@@ -111,7 +112,7 @@ class RunFiles:
         configuration key that may not change on resume.
         """
         plan = self.plan
-        began = run_state.load_latest(plan.checkpoints)
+        began = run_state.load_latest(plan.checkpoints, groups=not workers_of(plan))
         run_state.clear_unfinished(plan.checkpoints)
         if began is None:
             for name in (METRICS, LEDGER):

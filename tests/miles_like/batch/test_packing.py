@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_like.batch import packing
+from miles_like.batch import filling, packing, plan
 from miles_like.batch.packing import pack
 from miles_like.types import MicroBatch, SampleGroup, TrainBatch
 from routing_replay.trace import RoutingTrace
@@ -328,12 +328,12 @@ def test_a_pair_keeps_a_sample_without_loss():
 
 
 def lines_run(groups: list[SampleGroup], *, max_tokens: int) -> int:
-    """How many lines of packing.py a call of `pack` runs through, repetitions of a loop counted."""
-    count, before = 0, sys.gettrace()
+    """How many lines of packing, plan and filling a call of `pack` runs through, repetitions of a loop counted."""
+    count, before, files = 0, sys.gettrace(), {m.__file__ for m in (packing, plan, filling)}
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal count
-        if frame.f_code.co_filename != packing.__file__:
+        if frame.f_code.co_filename not in files:
             return None
         count += event == "line"
         return trace

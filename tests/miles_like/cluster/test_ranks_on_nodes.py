@@ -108,7 +108,7 @@ def without_cluster(
     dp_rank, part = one.start(factory, rank, world, "127.0.0.1", port)
     one.connect(publisher)
     row = batch.grid[dp_rank]
-    report = one.train([batch.loss_tokens], 1, [replace(m, routing=None) for m in row], cut_shard(row, part))
+    report = one.train([batch.loss_tokens], 1, [1], [replace(m, routing=None) for m in row], cut_shard(row, part))
     one.publish(1)
     one.close()
     return dict(report.metrics)

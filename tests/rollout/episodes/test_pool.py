@@ -52,8 +52,9 @@ def test_a_second_call_goes_where_the_first_does_not_run() -> None:
     asyncio.run(run())
 
 
-def test_samples_go_on_where_the_load_is_least() -> None:
-    """A sample weighs what is sent of it and what it may still say, until it returns or fails."""
+def test_samples_go_on_where_the_load_is_least_but_for_what_is_cached() -> None:
+    """A sample weighs what is sent of it and what it may still say, until it returns or fails. Its engine has cached 6
+    tokens: it stays as long as another one has no more than 6 tokens less to do."""
 
     async def run() -> None:
         engines = [FakeEngine(delay_s=0.01), FakeEngine(delay_s=0.01)]
@@ -64,12 +65,35 @@ def test_samples_go_on_where_the_load_is_least() -> None:
         samples = [pool.continue_sample(s, params=PARAMS) for s in group.samples]  # 6 tokens and 4 more each
         assert [s.name for s in await asyncio.gather(*samples)] == [s.name for s in group.samples]
         await busy
-        assert [[name for name, _, _ in e.continued] for e in engines] == [["p0/3"], ["p0/0", "p0/1", "p0/2", "p0/4"]]
+        assert [[name for name, _, _ in e.continued] for e in engines] == [["p0/2", "p0/4"], ["p0/0", "p0/1", "p0/3"]]
         for e in engines:
             e.error = RolloutError("died")
         with pytest.raises(RolloutError):
             await pool.continue_sample(group.samples[0], params=PARAMS)
         assert pool._load == [0, 0]
+
+    asyncio.run(run())
+
+
+def test_turns_of_an_episode_stay_with_the_engine_that_has_their_prefix() -> None:
+    """Where loads are equal, also after a sample has moved; a lost engine keeps none."""
+
+    async def run() -> None:
+        engines = [FakeEngine(delay_s=0.01), FakeEngine(delay_s=0.01)]
+        pool = EnginePool(engines, lambda why: None)
+        groups = await pool.generate(PROMPTS[:2], n=2, params=PARAMS)
+        for _ in range(3):
+            for g in reversed(groups):
+                await pool.continue_sample(g.samples[0], params=PARAMS)
+        assert [{name for name, _, _ in e.continued} for e in engines] == [{"p0/0"}, {"p1/0"}]
+        pool._load[1] = 100
+        for load in (100, 0):
+            pool._load[1] = load
+            await pool.continue_sample(groups[1].samples[1], params=PARAMS)
+        assert [name for name, _, _ in engines[0].continued][-2:] == ["p1/1", "p1/1"]
+        engines[0].error = NoAnswer("gone")
+        await pool.continue_sample(groups[0].samples[0], params=PARAMS)
+        assert engines[1].continued[-1][0] == "p0/0"
 
     asyncio.run(run())
 

@@ -1,0 +1,128 @@
+"""The part of data_plane.py with rollout workers: the driver's processor time of a sample, what workers take in, and
+the memory that a sample needs there.
+
+Workers are real actors with the client of data_plane.py, the driver does what a step of the loop does with groups:
+receives their records, plans a batch of two rows for two pipeline stages each, has the workers cut what every place
+needs, and frees the groups. Ranks, rewards and the trainer are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import ray
+
+from miles_like.batch.packer import Packer
+from miles_like.cluster.placement import Slot
+from miles_like.cluster.run_nodes import RunNodes
+from miles_like.cluster.workers.actors import StartActor
+from miles_like.cluster.workers.pool import RolloutWorkers
+from miles_like.cluster.workers.worker import Sampling
+from miles_like.config.sections.cluster import ClusterConfig
+from miles_like.nodes.reservation import reserve
+from miles_like.types import PlannedBatch, Prompt, SampleGroup, SamplingParams
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.samples import RoutingShape
+from routing_replay.align import ShardSpec
+
+G = 4  # samples a group
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a worker samples with: every sample is the server's one reply."""
+
+    shape: RoutingShape
+    vocabulary: int
+    tokens: int
+
+    def __call__(self, urls: Sequence[str]) -> Sampling:
+        client = SGLangClient(
+            urls[0], routing=self.shape, vocabulary=self.vocabulary, request_timeout_s=600.0, samples_from="client"
+        )
+        sampler: Any = _Sampler(client, SamplingParams(max_new_tokens=self.tokens))
+        return Sampling(
+            sampler=sampler,
+            partial=sampler,
+            engines=sampler,
+            filter=lambda group: None,
+            answer=sampler,
+            close=client.close,
+        )
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    client: SGLangClient
+    params: SamplingParams
+
+    async def groups(
+        self, round_index: int, prompts: Sequence[Prompt]
+    ) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+        for place, prompt in enumerate(prompts):
+            made = [(await self.client.generate([prompt], n=1, params=self.params))[0] for _ in range(G)]
+            samples = tuple(replace(g.samples[0], index=i, reward=float(i % 2)) for i, g in enumerate(made))
+            yield place, SampleGroup(prompt=prompt, samples=samples)
+
+    @asynccontextmanager
+    async def suspended(self) -> AsyncIterator[None]:
+        yield
+
+    def state(self) -> Mapping[str, SampleGroup]:
+        return {}
+
+
+class Measured(NamedTuple):
+    """Of one sample."""
+
+    driver_s: float  # processor time of the driver
+    wall_s: float  # of all workers together
+    memory: float  # bytes: the largest resident memory of a worker beyond that before, over the samples that it held
+
+
+def with_workers(
+    urls: Sequence[str], recipe: Replayed, prompt: Sequence[int], *, groups: int, rounds: int, logs: Path
+) -> list[Measured]:
+    """A figure for each round of `groups` groups; the first is of processes that are cold. Ray is started already."""
+    held = reserve(1, 0, run="data_plane", when_busy="refuse", timeout_s=60, say=print)
+    nodes = RunNodes(nodes=held.nodes, facts=held.facts, cluster=ClusterConfig(), local=True)
+    slots = [Slot(role="rollout", index=w, node=0, gpus=()) for w in range(len(urls))]
+    start = StartActor(nodes=nodes, slots=slots, urls=[[url] for url in urls], factory=recipe, logs=logs)
+    workers = RolloutWorkers(start=start, tokens=lambda p: G * recipe.tokens, say=print, bound=1 << 50)
+    half = len(recipe.shape.moe_layers) // 2
+    parts = [ShardSpec(layers=recipe.shape.moe_layers[:half]), ShardSpec(layers=recipe.shape.moe_layers[half:])]
+    packer = Packer(dp_size=2, max_tokens=max(2 * recipe.tokens, 1 << 16))
+
+    async def one(round_index: int, processes: Sequence[psutil.Process]) -> Measured:
+        prompts = [Prompt(id=f"p{i}", token_ids=tuple(prompt), answer="") for i in range(groups)]
+        before = [process.memory_info().rss for process in processes]
+        cpu, wall = time.process_time(), time.perf_counter()
+        found = [group async for _, group in workers.groups(round_index, prompts)]
+        seconds = time.perf_counter() - wall
+        (batch,) = packer.steps(found, [[1.0] * G] * groups)
+        assert isinstance(batch, PlannedBatch)
+        pulled = await workers.pull(batch, [(row, part) for row in range(2) for part in parts])
+        memory = max(p.memory_info().rss - b for p, b in zip(processes, before, strict=True))
+        workers.release(found)
+        del pulled
+        n = groups * G
+        return Measured((time.process_time() - cpu) / n, seconds / n, memory / (n / len(urls)))
+
+    async def all_rounds() -> list[Measured]:
+        await workers.begin()
+        pids = [ray.get(w.link.actor.pid.remote()) for w in workers._workers]  # type: ignore[attr-defined]
+        out = [await one(i, [psutil.Process(pid) for pid in pids]) for i in range(rounds)]
+        await workers.close()
+        return out
+
+    try:
+        return asyncio.run(all_rounds())
+    finally:
+        held.release()

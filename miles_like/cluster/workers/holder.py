@@ -1,0 +1,179 @@
+"""The samples whose values of tokens one rollout worker holds, until they are trained or discarded."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from miles_like.batch.packing import check_routes
+from miles_like.batch.parcel import Parcel
+from miles_like.batch.portion import Portion, portion_of
+from miles_like.types import ColumnsLostError, PlannedMicroBatch, Sample, SampleGroup, SampleRecord
+from routing_replay.align import ShardSpec
+
+
+class Objects(Protocol):
+    """Where the values are: Ray's object store, or a process's own memory."""
+
+    def put(self, value: Parcel[SampleGroup]) -> Any:
+        """A reference. The object lives as long as the reference, or copies of it, do."""
+
+    def get(self, reference: Any) -> Parcel[SampleGroup]:
+        """Raises LookupError for an object that is lost."""
+
+
+class Wanted(NamedTuple):
+    """A sample in a batch: where a holder finds it."""
+
+    key: int
+    sample: int  # its index in the group
+    checksum: int
+
+
+class ColumnHolder:
+    """The groups of one worker. number: of the worker, in records."""
+
+    def __init__(self, number: int, objects: Objects) -> None:
+        self.number = number
+        self._objects = objects
+        self._held: dict[int, Any] = {}  # key -> reference
+        self._bytes: dict[int, int] = {}
+        self._next = 0
+
+    @property
+    def keys(self) -> Sequence[int]:
+        """Of the groups that are held."""
+        return tuple(self._held)
+
+    def bytes_of(self, key: int) -> int:
+        """Of the values of a group."""
+        return self._bytes[key]
+
+    def keep(self, group: SampleGroup) -> tuple[SampleRecord, ...]:
+        """Holds a group; returns the records of its samples. A group without samples is not held."""
+        key, self._next = self._next, self._next + 1
+        if group.samples:
+            self._held[key] = self._objects.put(Parcel(group))
+            self._bytes[key] = sum(map(sample_bytes, group.samples))
+        return self.records(group, key)
+
+    def records(self, group: SampleGroup, key: int = -1) -> tuple[SampleRecord, ...]:
+        """key: of a group that is held."""
+        return tuple(self._record(s, key) for s in group.samples)
+
+    def free(self, keys: Iterable[int]) -> None:
+        """A group that is not held is no error."""
+        for key in keys:
+            self._held.pop(key, None)
+            self._bytes.pop(key, None)
+
+    def references(self, keys: Iterable[int]) -> Mapping[int, Any]:
+        """The references of groups, which keep them alive after `free`. Raises ColumnsLostError."""
+        return {key: self._reference(key) for key in keys}
+
+    def group(self, key: int) -> SampleGroup:
+        """Raises ColumnsLostError for a group that is not held."""
+        return self.of_reference(key, self._reference(key))
+
+    def of_reference(self, key: int, reference: Any) -> SampleGroup:
+        """Raises ColumnsLostError."""
+        try:
+            return self._objects.get(reference).value
+        except LookupError as e:
+            raise self._lost(key, str(e)) from None
+
+    def portions(
+        self,
+        cells: Sequence[PlannedMicroBatch],
+        wanted: Mapping[str, Wanted],
+        parts: Sequence[ShardSpec],
+        *,
+        replayed: bool,
+    ) -> list[Portion]:
+        """For each of `parts` of a row, what its ranks need of the samples `wanted`, by their names in `cells`, of
+        which there is at least one.
+
+        replayed: as in `pack`. Raises ColumnsLostError for a group that is not held, RuntimeError for a sample that is
+        not the one of the record, and ValueError as `check_routes` and `portion_of`.
+        """
+        groups = self._all(dict.fromkeys(of.key for of in wanted.values()))
+        samples = {name: self._found(groups[of.key], of) for name, of in wanted.items()}
+        check_routes(list(samples.values()), replayed=replayed)
+        found = [portion_of(cells, samples, part) for part in parts]
+        return [portion for portion in found if portion is not None]
+
+    def _all(self, keys: Iterable[int]) -> dict[int, SampleGroup]:
+        """The groups. Raises ColumnsLostError naming all that are lost."""
+        found, lost = dict[int, SampleGroup](), list[ColumnsLostError]()
+        for key in keys:
+            try:
+                found[key] = self.group(key)
+            except ColumnsLostError as e:
+                lost.append(e)
+        if lost:
+            raise ColumnsLostError(str(lost[0]), [one for e in lost for one in e.lost])
+        return found
+
+    def _found(self, group: SampleGroup, of: Wanted) -> Sample:
+        sample = next((s for s in group.samples if s.index == of.sample), None)
+        if sample is None or checksum_of(sample) != of.checksum:
+            what = "is not there" if sample is None else "has other tokens, mask or log-probs than its record"
+            raise RuntimeError(
+                f"rollout worker {self.number}: sample {of.sample} of prompt {group.prompt.id!r} {what}: its memory "
+                "was changed; resume from the last checkpoint"
+            )
+        return sample
+
+    def _record(self, s: Sample, key: int) -> SampleRecord:
+        return SampleRecord(
+            prompt_id=s.prompt_id,
+            index=s.index,
+            length=s.length,
+            response_len=s.response_len,
+            turns=s.turns,
+            versions=s.versions,
+            finish=s.finish,
+            reward=s.reward,
+            reward_parts=s.reward_parts,
+            holder=self.number,
+            key=key,
+            checksum=checksum_of(s),
+        )
+
+    def _reference(self, key: int) -> Any:
+        if key not in self._held:
+            raise self._lost(key, "it is not held")
+        return self._held[key]
+
+    def _lost(self, key: int, why: str) -> ColumnsLostError:
+        return ColumnsLostError(f"rollout worker {self.number} has lost group {key}: {why}", [(self.number, key)])
+
+
+def sample_bytes(sample: Sample) -> int:
+    """Of the tensors of a sample."""
+    routes = sample.routing
+    own: list[Tensor | None] = [sample.token_ids, sample.loss_mask, sample.logprobs, sample.candidates]
+    if routes is not None:
+        own += [routes.experts, routes.checksums, routes.weights]
+    return sum(x.nbytes for x in (*own, *sample.streams.values()) if x is not None)
+
+
+def checksum_of(sample: Sample) -> int:
+    """CRC-32 of tokens, loss mask and log-probs; the routes have their own checksums."""
+    out = 0
+    for x in (sample.token_ids, sample.loss_mask, sample.logprobs):
+        out = zlib.crc32(x.contiguous().numpy().data, out)
+    return out
+
+
+def keys_of(groups: Collection[SampleGroup]) -> dict[int, list[int]]:
+    """Holder -> keys of the groups of records that it holds."""
+    out: dict[int, list[int]] = {}
+    for group in groups:
+        for s in group.samples[:1]:
+            if isinstance(s, SampleRecord):
+                out.setdefault(s.holder, []).append(s.key)
+    return out

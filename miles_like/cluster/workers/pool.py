@@ -1,0 +1,461 @@
+"""The rollout workers of a run, for the process that decides: it gives them prompts and gets records.
+
+A group is sampled by one worker, the one with the fewest tokens in flight for each of its servers. Where a worker ends,
+the groups that it sampled or held are lost: they are discarded under LOST, their prompts are sampled again, and another
+worker takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from miles_like.batch.parcel import refuse_parcels
+from miles_like.cluster.rank import Place
+from miles_like.cluster.trainer_ranks import Pulled
+from miles_like.cluster.workers.holder import Wanted, keys_of
+from miles_like.cluster.workers.worker import Done, Restored
+from miles_like.loop.buffer import LOST
+from miles_like.types import (
+    ColumnsLostError,
+    PlannedBatch,
+    PlannedMicroBatch,
+    Prompt,
+    RecordGroup,
+    SampleGroup,
+    SampleRecord,
+    SamplingParams,
+)
+from rollout.concurrency import all_or_first_error
+from routing_replay.align import ShardSpec
+
+GROUPS_FOLDER = "groups"  # of a checkpoint: a file of each worker
+
+
+class WorkerEnded(RuntimeError):
+    """The process of a rollout worker has ended, or its node has."""
+
+
+class Link(Protocol):
+    """How the calls reach a worker, which may begin them in another order."""
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The worker's answer, or what it raised. Raises WorkerEnded."""
+
+    def send(self, method: str, *arguments: Any) -> None:
+        """Without an answer."""
+
+    async def portions(
+        self,
+        cells: Sequence[PlannedMicroBatch],
+        wanted: Mapping[str, Wanted],
+        parts: Sequence[ShardSpec],
+        replayed: bool,
+    ) -> tuple[Sequence[Any], Sequence[int | None]]:
+        """Of each part: a reference to the parcel of its portion, and the bytes of its routes (None: it has none).
+        Raises as `call`."""
+
+    def end(self) -> None:
+        """Ends the process."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    link: Link
+    number: int
+    urls: Sequence[str]
+    load: int = 0  # bound on the tokens of its prompts in flight
+    held: dict[int, int] = field(default_factory=dict)  # key of a group -> bytes
+    ended: bool = False
+
+
+class StartWorker(Protocol):
+    """Starts workers. urls: the servers of each slot."""
+
+    @property
+    def urls(self) -> Sequence[Sequence[str]]: ...
+    async def __call__(self, slot: int, number: int) -> Link:
+        """A worker of that number, which is ready. Raises RuntimeError where it does not start."""
+
+
+@dataclass(kw_only=True)
+class RolloutWorkers:
+    """The workers of a run: its GroupSampler, and the ColumnSource of its trainer.
+
+    tokens: bound on the tokens of a prompt's samples. bound: bytes of held values from which no further prompts are
+    admitted. restarts: of workers in all. lost: called with the number of a worker that has ended.
+    """
+
+    start: StartWorker
+    tokens: Callable[[Prompt], int]
+    say: Callable[[str], None]
+    bound: int
+    restarts: int = 3
+    lost: Callable[[int], Awaitable[None]] | None = None
+    _workers: list[_Worker] = field(default_factory=list)  # by slot
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _calls: itertools.count[int] = field(default_factory=itertools.count)
+    _homes: dict[str, int] = field(default_factory=dict)  # prompt id -> slot that has unfinished samples of it
+    _writing: asyncio.Task[None] | None = None
+    _sent: asyncio.Task[None] | None = None  # the last call about servers
+    _restarting: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def begin(self) -> None:
+        """Starts all workers; from now until `close` this process cannot open what they hold. Raises RuntimeError where
+        one does not start."""
+        refuse_parcels("the driver")
+        slots = range(len(self.start.urls))
+        numbers = [next(self._numbers) for _ in slots]
+        links = await all_or_first_error(self.start(slot, number) for slot, number in zip(slots, numbers, strict=True))
+        self._workers = [
+            _Worker(link, n, self.start.urls[s]) for s, (link, n) in enumerate(zip(links, numbers, strict=True))
+        ]
+
+    # ---- sampling
+
+    async def groups(
+        self, round_index: int, prompts: Sequence[Prompt]
+    ) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+        """Yields (index of the prompt, its group of records) when the group is complete; without samples and refused
+        with LOST where its worker ended before. Raises what sampling has raised."""
+        shares: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            shares.setdefault(await self._assign(prompt), []).append(i)
+        found: asyncio.Queue[tuple[int, SampleGroup] | BaseException] = asyncio.Queue()
+        tasks = [
+            asyncio.create_task(self._share(self._workers[slot], round_index, prompts, places, found))
+            for slot, places in shares.items()
+        ]
+        try:
+            for _ in prompts:
+                one = await found.get()
+                if isinstance(one, BaseException):
+                    raise one
+                yield one
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            rest = [found.get_nowait() for _ in range(found.qsize())]
+            self.release([one[1] for one in rest if isinstance(one, tuple)])
+
+    async def _share(
+        self,
+        worker: _Worker,
+        round_index: int,
+        prompts: Sequence[Prompt],
+        places: Sequence[int],
+        found: asyncio.Queue[tuple[int, SampleGroup] | BaseException],
+    ) -> None:
+        call, left = next(self._calls), set(range(len(places)))
+        try:
+            await worker.link.call("begin", call, round_index, [prompts[i] for i in places])
+            while left:
+                complete: Sequence[Done] = await worker.link.call("next", call)
+                for done in complete:
+                    left.remove(done.place)
+                    worker.held |= {s.key: done.nbytes for s in done.samples[:1]}
+                    prompt = prompts[places[done.place]]
+                    worker.load -= self.tokens(prompt)
+                    group = RecordGroup(
+                        prompt=prompt, samples=done.samples, discarded=done.discarded, refused=done.refused
+                    )
+                    found.put_nowait((places[done.place], group))
+        except WorkerEnded as e:
+            self._ended(worker, str(e))
+            for i in sorted(left):
+                found.put_nowait((places[i], RecordGroup(prompt=prompts[places[i]], samples=(), refused=LOST)))
+        except Exception as e:
+            found.put_nowait(e)
+        finally:
+            worker.load -= sum(self.tokens(prompts[places[i]]) for i in left)
+            if not worker.ended:
+                worker.link.send("end", call)
+
+    async def _assign(self, prompt: Prompt) -> int:
+        """The slot that samples a prompt: where unfinished samples of it are, else that of the least load."""
+        while not (there := [slot for slot, w in enumerate(self._workers) if not w.ended]):
+            if not self._restarting:
+                raise RuntimeError(
+                    f"no rollout worker is left: {len(self._workers)} have ended, and {self.restarts} of them were "
+                    "restarted at most; see logs/ in the run directory, then run again with --resume"
+                )
+            await asyncio.wait(self._restarting, return_when=asyncio.FIRST_COMPLETED)
+        home = self._homes.pop(prompt.id, None)
+        if home not in there:
+            home = min(there, key=lambda slot: self._workers[slot].load / len(self._workers[slot].urls))
+        self._workers[home].load += self.tokens(prompt)
+        return home
+
+    async def answer(
+        self, reward: str | None, prompts: Sequence[Prompt], *, n: int, params: SamplingParams
+    ) -> list[SampleGroup]:
+        """As `Answer`, by all workers; prompts of a worker that ends are given to the others."""
+        shares: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            shares.setdefault(await self._assign(prompt), []).append(i)
+        out: dict[int, SampleGroup] = {}
+
+        async def ask(worker: _Worker, places: Sequence[int]) -> None:
+            own = [prompts[i] for i in places]
+            try:
+                found = await worker.link.call("answer", reward, own, n, params)
+                for i, (samples, discarded) in zip(places, found, strict=True):
+                    out[i] = RecordGroup(prompt=prompts[i], samples=samples, discarded=discarded)
+            except WorkerEnded as e:
+                self._ended(worker, str(e))
+                again = await self.answer(reward, own, n=n, params=params)
+                out.update(zip(places, again, strict=True))
+            finally:
+                worker.load -= sum(map(self.tokens, own))
+
+        await all_or_first_error(ask(self._workers[slot], places) for slot, places in shares.items())
+        return [out[i] for i in range(len(prompts))]
+
+    async def abort(self) -> None:
+        await self._all("abort")
+
+    @property
+    def full(self) -> bool:
+        """Whether the values held reach the bound."""
+        return self.nbytes >= self.bound
+
+    @property
+    def nbytes(self) -> int:
+        """Held by all workers."""
+        return sum(sum(w.held.values()) for w in self._workers if not w.ended)
+
+    def metrics(self) -> Mapping[str, float]:
+        return {"perf/held_bytes": float(self.nbytes)}
+
+    # ---- a worker ends
+
+    def _ended(self, worker: _Worker, why: str) -> None:
+        """Marks a worker as ended, and begins to start another in its slot."""
+        if worker.ended:
+            return
+        worker.ended = True
+        slot = self._workers.index(worker)
+        self.say(f"Rollout worker {slot} has ended ({why}): its samples are discarded and sampled again")
+        task = asyncio.create_task(self._restarted(slot, worker))
+        self._restarting.add(task)
+        task.add_done_callback(self._restarting.discard)
+
+    async def _restarted(self, slot: int, worker: _Worker) -> None:
+        if self.lost is not None:
+            await self.lost(worker.number)
+        if self.restarts:
+            self.restarts -= 1
+            number = next(self._numbers)
+            self._workers[slot] = _Worker(await self.start(slot, number), number, self.start.urls[slot])
+
+    async def _all(self, method: str, *arguments: Any) -> list[Any]:
+        """The answers of all workers; those that have ended give none."""
+
+        async def ask(worker: _Worker) -> list[Any]:
+            try:
+                return [await worker.link.call(method, *arguments)]
+            except WorkerEnded as e:
+                self._ended(worker, str(e))
+                return []
+
+        answers = await all_or_first_error(ask(w) for w in list(self._workers) if not w.ended)
+        return [x for answer in answers for x in answer]
+
+    def _of(self, number: int) -> _Worker | None:
+        """The worker of that number; None: it has ended."""
+        return next((w for w in self._workers if w.number == number and not w.ended), None)
+
+    # ---- values of tokens
+
+    async def pull(self, batch: PlannedBatch, places: Sequence[Place]) -> Pulled:
+        """As ColumnSource."""
+        rows: dict[int, list[ShardSpec]] = {}
+        for row, part in places:
+            rows.setdefault(row, []).append(part)
+        calls = [
+            (row, holder, wanted, parts)
+            for row, parts in rows.items()
+            for holder, wanted in _by_holder(batch, batch.grid[row]).items()
+        ]
+        found = await all_or_first_error(
+            self._portions(holder, batch.grid[row], wanted, parts, batch.replayed)
+            for row, holder, wanted, parts in calls
+        )
+        portions: dict[Place, list[Any]] = {place: [] for place in places}
+        sizes = list[int]()
+        for (row, _, _, parts), (references, route_bytes) in zip(calls, found, strict=True):
+            for part, reference, nbytes in zip(parts, references, route_bytes, strict=True):
+                portions[row, part].append(reference)
+                sizes += [] if nbytes is None else [nbytes]
+        return Pulled(portions, sum(sizes) if sizes else None)
+
+    async def _portions(
+        self,
+        holder: int,
+        cells: Sequence[PlannedMicroBatch],
+        wanted: Mapping[str, Wanted],
+        parts: Sequence[ShardSpec],
+        replayed: bool,
+    ) -> tuple[Sequence[Any], Sequence[int | None]]:
+        worker = self._of(holder)
+        keys = {(holder, of.key) for of in wanted.values()}
+        if worker is None:
+            raise ColumnsLostError(f"rollout worker {holder} has ended, which held {len(keys)} groups", keys)
+        try:
+            return await worker.link.portions(cells, wanted, parts, replayed)
+        except WorkerEnded as e:
+            self._ended(worker, str(e))
+            raise ColumnsLostError(f"rollout worker {holder} has ended, which held {len(keys)} groups", keys) from None
+
+    def release(self, groups: Collection[SampleGroup]) -> None:
+        """Frees the values of groups that are trained or discarded, once their rollouts are written."""
+        keys = keys_of(groups)
+        if self._writing is None or self._writing.done():
+            self._free(keys)
+        else:
+            self._writing.add_done_callback(lambda _: self._free(keys))
+
+    def _free(self, keys: Mapping[int, Sequence[int]]) -> None:
+        for number, own in keys.items():
+            if (worker := self._of(number)) is not None:
+                worker.link.send("free", own)
+                for key in own:
+                    worker.held.pop(key, None)
+
+    def write_rollouts(self, path: Path, groups: Sequence[SampleGroup]) -> None:
+        """As `report.metrics.write_rollouts`, by the workers: the lines of the first one, then the next one's. `wrote`
+        waits for it."""
+        self._writing = asyncio.create_task(self._write(path, groups, self._writing))
+
+    async def wrote(self) -> None:
+        """Waits until the rollouts are written, and raises what went wrong."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
+
+    async def _write(self, path: Path, groups: Sequence[SampleGroup], before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await before
+        first = True
+        for number in sorted({s.holder for s in _firsts(groups)}):
+            own = [g for g in groups if any(s.holder == number for s in _firsts([g]))]
+            if (worker := self._of(number)) is None:
+                continue
+            try:
+                await worker.link.call("write_rollouts", path, own, first)
+                first = False
+            except WorkerEnded as e:
+                self._ended(worker, str(e))
+
+    async def held(self) -> Mapping[int, Sequence[int]]:
+        """Number of each worker -> keys of the groups that it holds."""
+        there = [w for w in self._workers if not w.ended]
+        return {w.number: await w.link.call("held") for w in there}
+
+    # ---- checkpoints
+
+    @asynccontextmanager
+    async def suspended(self) -> AsyncIterator[None]:
+        """As `PartialRollouts.suspended`, of all workers."""
+        await self._all("suspend")
+        try:
+            yield
+        finally:
+            await self._all("resume")
+
+    async def boundary(self, complete: Mapping[str, SampleGroup]) -> None:
+        """Lets each worker remember its groups at the boundary of two steps; `complete`: by their keys in a
+        checkpoint."""
+        await self.wrote()
+        own: dict[int, dict[str, Sequence[SampleRecord]]] = {w.number: {} for w in self._workers if not w.ended}
+        for name, group in complete.items():
+            for s in _firsts([group]):
+                if s.holder in own:
+                    own[s.holder][name] = [r for r in group.samples if isinstance(r, SampleRecord)]
+        await all_or_first_error(self._remember(number, groups) for number, groups in own.items())
+
+    async def _remember(self, number: int, groups: Mapping[str, Sequence[SampleRecord]]) -> None:
+        if (worker := self._of(number)) is not None:
+            try:
+                await worker.link.call("boundary", groups)
+            except WorkerEnded as e:
+                self._ended(worker, str(e))
+
+    async def write(self, folder: Path) -> dict[str, str]:
+        """Writes the groups of the last boundary into a checkpoint's folder: file -> SHA-256. Groups of a worker that
+        has ended since are left out, and sampled again after a resume."""
+        names = {w.number: f"{GROUPS_FOLDER}/{slot}.safetensors" for slot, w in enumerate(self._workers)}
+        there = [w for w in self._workers if not w.ended]
+        sums = await all_or_first_error(self._sum_of(w, folder.resolve() / names[w.number]) for w in there)
+        return {names[w.number]: s for w, s in zip(there, sums, strict=True) if s is not None}
+
+    async def _sum_of(self, worker: _Worker, path: Path) -> str | None:
+        try:
+            found: str = await worker.link.call("write", path)
+        except WorkerEnded as e:
+            self._ended(worker, str(e))
+            return None
+        return found
+
+    async def take_over(self, files: Mapping[Path, str | None]) -> Mapping[str, SampleGroup]:
+        """Lets the workers take over the groups of a checkpoint's files (path -> SHA-256): key -> records of a complete
+        group. Raises ValueError for a file that was changed."""
+        out: dict[str, SampleGroup] = {}
+        for i, (path, sha256) in enumerate(files.items()):
+            slot = i % len(self._workers)
+            restored: Restored = await self._workers[slot].link.call("restore", path, sha256)
+            out |= restored.groups
+            self._workers[slot].held |= restored.nbytes
+            self._homes |= {name.partition("/")[2]: slot for name in restored.unfinished}
+        return out
+
+    # ---- servers that are replaced
+
+    def expect(self) -> None:
+        self._send("expect")
+
+    def leave_out(self, urls: Collection[str]) -> None:
+        self._send("leave_out", list(urls))
+
+    def restore(self) -> None:
+        self._send("restore_engines")
+
+    def _send(self, method: str, *arguments: Any) -> None:
+        """After the calls that were sent before, which an actor may begin in another order."""
+        before = self._sent
+
+        async def ordered() -> None:
+            if before is not None:
+                await before
+            await self._all(method, *arguments)
+
+        self._sent = asyncio.create_task(ordered())
+
+    async def close(self) -> None:
+        for task in self._restarting:
+            task.cancel()
+        await self.wrote()
+        await self._all("close")
+        for worker in self._workers:
+            worker.link.end()
+        refuse_parcels(None)
+
+
+def _firsts(groups: Collection[SampleGroup]) -> list[SampleRecord]:
+    """A record of each group, all of whose samples one worker holds."""
+    return [s for g in groups for s in g.samples[:1] if isinstance(s, SampleRecord)]
+
+
+def _by_holder(batch: PlannedBatch, cells: Sequence[PlannedMicroBatch]) -> dict[int, dict[str, Wanted]]:
+    """Holder -> the samples that it has in a row, under their names there."""
+    out: dict[int, dict[str, Wanted]] = {}
+    for name in dict.fromkeys(name for cell in cells for name in cell.samples):
+        of = batch.records[name]
+        out.setdefault(of.holder, {})[name] = Wanted(of.key, of.index, of.checksum)
+    return out

@@ -1,0 +1,119 @@
+"""The rollout workers of a run: which servers each has, and what it samples with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console
+
+from miles_like.algorithms.filters import make_filter
+from miles_like.cluster.placement import PlacementPlan, Slot
+from miles_like.cluster.workers.worker import Sampling
+from miles_like.config.run import RunConfig
+from miles_like.config.workers import why_no_workers
+from miles_like.rewards.load import Rewards
+from miles_like.run.setup.model_plan import ModelPlan, model_plan
+from miles_like.run.setup.rollout_side import RolloutSide
+from miles_like.run.setup.sampler import EngineSampler
+from miles_like.types import Prompt, SampleGroup, SamplingParams
+from rollout.episodes.groups import run_groups
+from rollout.episodes.partial import PartialRollouts
+from rollout.episodes.pool import EnginePool
+from rollout.server_key import ServerKey
+
+
+def workers_of(plan: ModelPlan) -> int:
+    """The number of rollout workers of a run; 0: the driver samples."""
+    c = plan.config
+    if c.rollout.workers is not None or c.cluster.nodes == 1:
+        return c.rollout.workers or 0
+    parts = (c.algorithm, c.buffer, c.cluster, c.distillation)
+    alone = why_no_workers(*parts, takes_turns=c.takes_turns) is not None
+    return 0 if alone else len({slot.node for slot in plan.placement.of("rollout")})
+
+
+def shares_of(nodes: Sequence[int], workers: int) -> list[list[int]]:
+    """The servers of each worker, by their numbers; nodes: of each server. With as many workers as nodes each has those
+    of a node; otherwise as many for each, neighbours first. Where there are fewer servers than workers, some workers
+    have the same one."""
+    order = sorted(range(len(nodes)), key=lambda s: (nodes[s], s))
+    if workers > len(nodes):
+        return [[order[w % len(order)]] for w in range(workers)]
+    if workers == len(set(nodes)):
+        return [[s for s in order if nodes[s] == node] for node in sorted(set(nodes))]
+    ends = [round(len(nodes) * w / workers) for w in range(workers + 1)]
+    return [order[a:b] for a, b in pairwise(ends)]
+
+
+def worker_slots(placement: PlacementPlan, workers: int) -> list[tuple[Slot, list[int]]]:
+    """Where each worker is, on the node of its first server and without a GPU; and its servers, by their numbers."""
+    nodes = [slot.node for slot in placement.of("rollout") if slot.node_rank == 0]
+    return [
+        (Slot(role="rollout", index=w, node=nodes[own[0]], gpus=()), own)
+        for w, own in enumerate(shares_of(nodes, workers))
+    ]
+
+
+def tokens_of(config: RunConfig) -> Callable[[Prompt], int]:
+    """The most tokens that the samples of a prompt have together."""
+    n, longest = config.train.samples_per_group, config.rollout.longest_answer
+    return lambda prompt: n * (len(prompt.token_ids) + longest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecipe:
+    """Makes what a worker samples with, in its process. key: of the servers. goes_on: requests of a server that does
+    not answer go to others."""
+
+    config: RunConfig
+    run_dir: Path
+    served: Path
+    weights: Path
+    key: ServerKey
+    goes_on: bool
+
+    def __call__(self, urls: Sequence[str]) -> Sampling:
+        """Raises ValueError for a reward, filter or environment that cannot be loaded."""
+        plan = model_plan(self.config, self.run_dir, self.served, self.weights)
+        rollout, rewards = RolloutSide(plan=plan, key=self.key), Rewards(self.config.reward)
+        pool = EnginePool([rollout.client(url) for url in urls], print if self.goes_on else None)
+        partial = PartialRollouts(pool, keep_groups=not self.config.rollout.has_episode_runner)
+        runner = rollout.episode_runner()
+        engine, lost = runner.wrap(partial), print if self.goes_on else None
+        asked = runner.wrap(EnginePool([rollout.client(url, routing=False) for url in urls], lost))
+
+        async def answer(
+            reward: str | None, prompts: Sequence[Prompt], *, n: int, params: SamplingParams
+        ) -> Sequence[SampleGroup]:
+            return await run_groups(asked, prompts, rewards(reward), n=n, params=params)
+
+        async def close() -> None:
+            for one in (rewards, engine, asked):
+                await one.close()
+
+        return Sampling(
+            sampler=EngineSampler(
+                rollout=rollout, engine=engine, partial=partial, reward=rewards(None), console=Console()
+            ),
+            partial=partial,
+            engines=pool,
+            filter=make_filter(self.config.algorithm.parts.filter),
+            answer=answer,
+            close=close,
+        )
+
+
+def worker_recipe(rollout: RolloutSide, *, goes_on: bool) -> WorkerRecipe:
+    """goes_on: as in WorkerRecipe."""
+    plan = rollout.plan
+    return WorkerRecipe(
+        config=plan.config,
+        run_dir=plan.run_dir.resolve(),
+        served=plan.served.resolve(),
+        weights=plan.weights.resolve(),
+        key=rollout.key,
+        goes_on=goes_on,
+    )

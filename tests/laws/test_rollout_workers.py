@@ -1,0 +1,93 @@
+"""Law: where samples are made and held changes nothing that a run computes.
+
+With 0, 1 and 3 rollout workers a deterministic run has the same metrics, ledger, weights and optimizer state, byte for
+byte; a resumed run too, also one that resumes with another number of workers. The real loop, server, Megatron ranks and
+worker code; the workers are in the driver's process, which opens nothing that holds values of tokens except what these
+workers read from the servers. Not covered: Ray (tests/e2e/test_workers_run.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from miles_like.checkpoint.ledger_audit import audit
+from miles_like.checkpoint.run_state import latest_folder, load
+from tests.support.forked import tail
+from tests.support.kill_points import Kill
+from tests.support.local_run import Runs, tensors, untimed
+
+HERE = "tests/laws/test_rollout_workers.py"
+STEPS = (
+    "train.steps=3",
+    "eval.every=2",
+    "eval.max_prompts=4",
+    "checkpoint.every=1",
+    "parallel.dp=2",
+    "rollout.servers=2",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with Runs(tmp_path_factory.mktemp("workers")) as started:
+        yield started
+
+
+def ran(runs: Runs, name: str, workers: int, *more: str, kill: Kill | None = None) -> Path:
+    where = runs.home / name
+    status = runs.run(where, (*STEPS, f"rollout.workers={workers}", *more), kill)
+    assert (status == 0) == (kill is None), tail(where / "driver.log")
+    return where
+
+
+def same(one: Path, other: Path) -> None:
+    last = int((one / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
+    assert (one / "ledger.jsonl").read_bytes() == (other / "ledger.jsonl").read_bytes()
+    assert untimed(one / "metrics.jsonl") == untimed(other / "metrics.jsonl")
+    a, b = (tensors(where / "checkpoints" / f"step_{last}" / "trainer") for where in (one, other))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert sorted((one / "rollouts" / f"step_{last}.jsonl").read_text().splitlines()) == sorted(
+        (other / "rollouts" / f"step_{last}.jsonl").read_text().splitlines()
+    )
+
+
+@pytest.mark.slow
+def test_any_number_of_workers_computes_the_same_bits(runs: Runs) -> None:
+    alone = ran(runs, "alone", 0)
+    for workers in (1, 3):
+        same(ran(runs, f"by {workers}", workers), alone)
+
+
+AHEAD = ("train.steps=4", "buffer.max_staleness=1", "algorithm.filter=nonzero_std", "rollout.servers=1")
+LATER = Kill(victim="driver", point="generation", step=2, where=10)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_another_number_of_workers(runs: Runs) -> None:
+    """With groups that wait in the workers at every boundary."""
+    alone, by_three = ran(runs, "alone, ahead", 0, *AHEAD), "by 3, then 1, then 0"
+    where = ran(runs, by_three, 3, *AHEAD, kill=LATER)
+    waiting = load(latest_folder(where / "checkpoints"), groups=True).groups
+    assert waiting and all(key.startswith("ready/") for key in waiting)
+    ran(runs, by_three, 1, *AHEAD, kill=Kill(victim="rank", point="step", step=3, where="half"))
+    same(ran(runs, by_three, 0, *AHEAD), alone)
+
+
+@pytest.mark.long(beside=HERE)
+def test_a_free_run_saves_the_samples_that_its_workers_have_in_flight(runs: Runs) -> None:
+    """They go on where they were; every sample issued is trained or discarded once."""
+    free = (
+        *("alignment.deterministic=false", "rollout.max_new_tokens=200", "buffer.max_staleness=1"),
+        *("train.steps=4", "eval.every=0"),
+    )
+    where = ran(runs, "free", 2, *free, kill=Kill(victim="driver", point="step", step=2, where="half"))
+    groups = load(latest_folder(where / "checkpoints"), groups=True).groups
+    half = {key: g for key, g in groups.items() if key.startswith("partial/")}
+    assert any(s.versions for g in half.values() for s in g.samples)
+    ran(runs, "free", 2, *free)
+    found = audit(where / "ledger.jsonl")
+    assert found.wrong is None and found.steps[-1].step == 4

@@ -1,0 +1,97 @@
+"""Rollout workers as Ray actors: a process that is killed costs its groups, and the driver cannot open what it
+passes on.
+
+Not covered: servers, models, several machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import OwnerDiedError
+
+from miles_like.batch.packer import Packer
+from miles_like.batch.parcel import ParcelRefusedError
+from miles_like.cluster.placement import Slot
+from miles_like.cluster.workers import actors
+from miles_like.cluster.workers.actors import ActorLink, StartActor
+from miles_like.loop.buffer import LOST
+from miles_like.nodes.session import start_ray, stop_ray
+from miles_like.types import PlannedBatch, PlannedMicroBatch, Prompt
+from tests.support.own_ray import this_node
+from tests.support.worker_loop import PLACE, Loop, Made, contents
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Any]:
+    start_ray(None)
+    yield this_node()
+    stop_ray()
+
+
+async def by_task(cells: Sequence[PlannedMicroBatch], parcels: Sequence[Any]) -> Any:
+    """In another process, as a rank is."""
+    task: Any = ray.remote(num_cpus=0)(contents)
+    return await task.remote(cells, *parcels)
+
+
+def looped(nodes: Any, logs: Path, **more: Any) -> Loop:
+    slots = [Slot(role="rollout", index=w, node=0, gpus=()) for w in range(2)]
+    start = StartActor(nodes=nodes, slots=slots, urls=[["a"], ["b"]], factory=Made(), logs=logs)
+    return Loop(start=start, max_staleness=9, fill=by_task, **more)
+
+
+async def opens_nothing(loop: Loop) -> None:
+    """The driver has the references that ranks open. Errors of sampling come to it as they are."""
+    groups = [g async for _, g in loop.workers.groups(0, [Prompt(id="300", token_ids=(1,), answer="")])]
+    (batch,) = Packer(dp_size=1, max_tokens=64).steps(groups, [[1.0, 1.0]])
+    assert isinstance(batch, PlannedBatch)
+    pulled = await loop.workers.pull(batch, [PLACE])
+    assert len(await by_task(batch.grid[0], pulled.portions[PLACE])) == 2 and pulled.route_bytes
+    with pytest.raises(Exception, match="the driver") as refused:
+        ray.get(next(iter(pulled.portions[PLACE])))
+    assert isinstance(refused.value, ParcelRefusedError) or "ParcelRefusedError" in repr(refused.value)
+    with pytest.raises(ValueError, match="invalid literal"):
+        [g async for _, g in loop.workers.groups(0, [Prompt(id="x", token_ids=(1,), answer="")])]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_costs_its_groups_and_the_driver_opens_no_values(nodes: Any, tmp_path: Path) -> None:
+    async def run() -> Loop:
+        loop = looped(nodes, tmp_path)
+        killed: list[int] = []
+
+        def kill(step: int) -> None:
+            link = loop.workers._workers[0].link
+            assert isinstance(link, ActorLink)
+            if step == 1 and not killed:
+                killed.append(ray.get(link.actor.pid.remote()))
+                os.kill(killed[0], signal.SIGKILL)
+
+        loop.before_pull = kill
+        await loop.run(3)
+        await opens_nothing(loop)
+        await loop.workers.close()
+        return loop
+
+    loop = asyncio.run(run())
+    assert len(loop.trained) == 9 == len(set(loop.trained))
+    assert loop.ledger._discarded[LOST] >= 2 and len(loop.said) == 1
+    found = loop.ledger.metrics()
+    assert found["ledger/issued"] == found["ledger/trained"] + found["ledger/discarded"]
+
+
+def test_an_object_that_ray_has_lost_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(reference: Any) -> Any:
+        raise OwnerDiedError("00" * 28, None, "")  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(ray, "get", lost)
+    with pytest.raises(LookupError, match="OwnerDiedError"):
+        actors.ObjectStore().get(None)

@@ -1,0 +1,98 @@
+"""Rollout workers in the process that calls them: what a Ray actor gets is pickled and opened again on the way.
+
+A worker can be ended in the middle of its calls, as a kill of its process ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from miles_like.batch.parcel import Parcel
+from miles_like.cluster.workers.holder import Wanted
+from miles_like.cluster.workers.pool import WorkerEnded
+from miles_like.cluster.workers.worker import RolloutWorker, SamplingFactory
+from miles_like.types import PlannedMicroBatch, SampleGroup
+from routing_replay.align import ShardSpec
+
+
+class InMemory:
+    """Objects of a process's own memory. An object can be lost."""
+
+    def __init__(self) -> None:
+        self.lost: set[int] = set()  # by id
+
+    def put(self, value: Parcel[SampleGroup]) -> Parcel[SampleGroup]:
+        return value
+
+    def get(self, reference: Parcel[SampleGroup]) -> Parcel[SampleGroup]:
+        if id(reference) in self.lost:
+            raise LookupError("the store has lost it")
+        return reference
+
+
+class LocalLink:
+    """A Link to a worker in this process. slow_s: how long each of its answers takes."""
+
+    def __init__(self, number: int, factory: SamplingFactory, urls: Sequence[str], slow_s: float = 0.0) -> None:
+        self.number, self.objects, self.worker, self.slow_s = number, InMemory(), RolloutWorker(), slow_s
+        self.worker.start(number, factory, urls, self.objects)
+        self._ended = asyncio.Event()
+        self._sent: set[asyncio.Task[Any]] = set()
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        return _travelled(await self._answer(getattr(self.worker, method), *arguments))
+
+    def send(self, method: str, *arguments: Any) -> None:
+        if not self._ended.is_set():
+            self._sent.add(task := asyncio.create_task(getattr(self.worker, method)(*_travelled(arguments))))
+            task.add_done_callback(self._sent.discard)
+
+    async def portions(
+        self,
+        cells: Sequence[PlannedMicroBatch],
+        wanted: Mapping[str, Wanted],
+        parts: Sequence[ShardSpec],
+        replayed: bool,
+    ) -> tuple[Sequence[Any], Sequence[int | None]]:
+        found = await self._answer(self.worker.portions, cells, wanted, parts, replayed)
+        return [Parcel(p) for p in found], [p.route_bytes for p in found]
+
+    def end(self) -> None:
+        """Also the worker's tasks: nothing of it goes on."""
+        self._ended.set()
+        for share in self.worker._shares.values():
+            share.task.cancel()
+
+    async def _answer(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        ended = asyncio.create_task(self._ended.wait())
+        call = asyncio.ensure_future(method(*_travelled(arguments)))
+        try:
+            await asyncio.sleep(self.slow_s)
+            done, _ = await asyncio.wait({ended, call}, return_when=asyncio.FIRST_COMPLETED)
+            if ended in done:
+                raise WorkerEnded("it was killed")
+            return call.result()
+        finally:
+            for task in (ended, call):
+                task.cancel()
+            await asyncio.gather(ended, call, return_exceptions=True)
+
+
+def _travelled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value, 5))
+
+
+class LocalWorkers:
+    """A StartWorker. slow_s: as of LocalLink, of each slot."""
+
+    def __init__(self, urls: Sequence[Sequence[str]], factory: SamplingFactory, slow_s: Sequence[float] = ()) -> None:
+        self.urls, self._factory, self._slow_s = urls, factory, slow_s
+        self.links: list[LocalLink] = []
+
+    async def __call__(self, slot: int, number: int) -> LocalLink:
+        slow_s = self._slow_s[slot] if self._slow_s else 0.0
+        self.links.append(link := LocalLink(number, self._factory, self.urls[slot], slow_s))
+        return link
