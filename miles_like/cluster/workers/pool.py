@@ -249,10 +249,16 @@ class RolloutWorkers:
     async def _restarted(self, slot: int, worker: _Worker) -> None:
         if self.lost is not None:
             await self.lost(worker.number)
-        if self.restarts:
-            self.restarts -= 1
-            number = next(self._numbers)
-            self._workers[slot] = _Worker(await self.start(slot, number), number, self.start.urls[slot])
+        if not self.restarts:
+            return
+        self.restarts -= 1
+        number = next(self._numbers)
+        try:
+            link = await self.start(slot, number)
+        except RuntimeError as e:
+            self.say(f"Rollout worker {slot} was not started again, and others take its prompts: {e}")
+            return
+        self._workers[slot] = _Worker(link, number, self.start.urls[slot])
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all workers; those that have ended give none."""

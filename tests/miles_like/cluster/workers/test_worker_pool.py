@@ -20,7 +20,7 @@ from miles_like.checkpoint.saved_groups import read_groups
 from miles_like.cluster.workers.pool import WorkerEnded
 from miles_like.loop.buffer import LOST
 from miles_like.types import ColumnsLostError, PlannedBatch, SamplingParams
-from tests.support.local_workers import LocalWorkers
+from tests.support.local_workers import LocalLink, LocalWorkers
 from tests.support.worker_loop import ALL, PLACE, Loop, Made, made
 
 
@@ -85,6 +85,29 @@ def test_a_worker_that_ends_while_it_samples_gives_its_prompts_to_the_others() -
 
     loop = asyncio.run(run())
     assert len(loop.trained) == 6 == len(set(loop.trained)) and loop.ledger._discarded[LOST] > 0
+
+
+class StartTwo(LocalWorkers):
+    async def __call__(self, slot: int, number: int) -> LocalLink:
+        if number >= 2:
+            raise RuntimeError("its node is full")
+        return await super().__call__(slot, number)
+
+
+def test_a_worker_that_does_not_start_again_leaves_its_prompts_to_the_others() -> None:
+    def end(step: int) -> None:
+        if step == 1:
+            of.start.links[0].end()
+
+    async def run() -> None:
+        nonlocal of
+        of = Loop(start=StartTwo([["a"], ["b"]], Made()), before_pull=end)
+        await of.run(4)
+
+    of: Loop = None  # type: ignore[assignment]
+    asyncio.run(run())
+    assert len(of.trained) == 12 == len(set(of.trained))
+    assert len(of.said) == 2 and "its node is full" in of.said[1]
 
 
 def test_a_lost_object_costs_its_group_alone() -> None:
