@@ -50,6 +50,8 @@ def test_every_sample_is_trained_or_discarded_and_freed() -> None:
 def test_a_worker_that_ends_is_replaced_and_its_prompts_are_sampled_again(lockstep: bool) -> None:
     """It ends before ranks pull, with groups of this step and of the next, and once more while it samples."""
 
+    of: Loop = None  # type: ignore[assignment]
+
     def end(step: int) -> None:
         if step == 1 and len(of.start.links) == 2:
             of.start.links[0].end()
@@ -59,7 +61,6 @@ def test_a_worker_that_ends_is_replaced_and_its_prompts_are_sampled_again(lockst
         of = Loop(start=LocalWorkers([["a"], ["b"]], Made()), max_staleness=2, lockstep=lockstep, before_pull=end)
         await of.run(4)
 
-    of: Loop = None  # type: ignore[assignment]
     asyncio.run(run())
     assert len(of.trained) == 12 == len(set(of.trained))
     assert [link.number for link in of.start.links] == [0, 1, 2]
@@ -95,6 +96,8 @@ class StartTwo(LocalWorkers):
 
 
 def test_a_worker_that_does_not_start_again_leaves_its_prompts_to_the_others() -> None:
+    of: Loop = None  # type: ignore[assignment]
+
     def end(step: int) -> None:
         if step == 1:
             of.start.links[0].end()
@@ -104,7 +107,6 @@ def test_a_worker_that_does_not_start_again_leaves_its_prompts_to_the_others() -
         of = Loop(start=StartTwo([["a"], ["b"]], Made()), before_pull=end)
         await of.run(4)
 
-    of: Loop = None  # type: ignore[assignment]
     asyncio.run(run())
     assert len(of.trained) == 12 == len(set(of.trained))
     assert len(of.said) == 2 and "its node is full" in of.said[1]
@@ -113,6 +115,8 @@ def test_a_worker_that_does_not_start_again_leaves_its_prompts_to_the_others() -
 def test_a_lost_object_costs_its_group_alone() -> None:
     """The worker goes on; what else the step took waits for the next try."""
     lost: list[str] = []
+
+    of: Loop = None  # type: ignore[assignment]
 
     def lose(step: int) -> None:
         if step == 1 and not lost:
@@ -126,7 +130,6 @@ def test_a_lost_object_costs_its_group_alone() -> None:
         of = Loop(start=LocalWorkers([["a"]], Made()), before_pull=lose)
         await of.run(3)
 
-    of: Loop = None  # type: ignore[assignment]
     asyncio.run(run())
     assert len(of.trained) == 9 == len(set(of.trained))
     assert of.ledger._discarded[LOST] == 2 and lost[0] in of.trained and not of.said
