@@ -93,7 +93,7 @@ def _ranks(rank: int, world: int, port: int, hf: str, where: Path) -> list[tuple
         rows, tokens = toy.grid(toy.samples(4, layers=()), dp=2, micros=1)
         if rank == 1:
             watch.wait("batch of a step")
-        own.train([tokens], 1, rows[rank], [m.routing for m in rows[rank]])
+        own.train([tokens], 1, [1], rows[rank], [m.routing for m in rows[rank]])
         if rank == 1:
             watch.wait("batch to score")
         own.logprobs(rows[rank], None, False, True)
