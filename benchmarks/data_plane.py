@@ -6,9 +6,10 @@ samples of 1k, 8k and 32k tokens, one after the other. Its processor time is mea
 same round: httpx's own transport, orjson, the standard library's base64 and a narrowing copy, without a single check.
 Each figure is the median over the rounds; the first round does not count.
 
-With rollout workers (data_plane_workers.py): the driver's processor time of a sample, which must not grow with its
-length, samples of one and of two workers in the same time, and memory. Extrapolated, not measured: what a step of
-16,384 samples of 32k tokens asks of workers and driver beside the 134 s that DeepSeek-V3 takes to train it.
+With rollout workers (data_plane_workers.py): the processor time of the driver's thread for a sample, which must not
+grow with its length, that of Ray's threads beside it, samples of one and of two workers in the same time, and memory.
+Extrapolated, not measured: what a step of 16,384 samples of 32k tokens asks of workers and driver beside the 134 s that
+DeepSeek-V3 takes to train it.
 
     python benchmarks/data_plane.py [--quick] [--write]
 """
@@ -34,7 +35,7 @@ import httpx
 import numpy as np
 import orjson
 import torch
-from data_plane_workers import G, Replayed, with_workers
+from data_plane_workers import Replayed, with_workers
 from figures import add_write, finish
 
 from miles_like.nodes.session import start_ray, stop_ray
@@ -53,6 +54,7 @@ GOALS = {
     "driver_32k_of_1k_max": 1.2,
     "two_workers_of_one_min": 1.8,
 }
+GROUPS = 16  # of a round, for each worker
 STEP_SAMPLES, STEP_S, SHARE = 16_384, 134.0, 0.05  # of the extrapolation; the share of a step that workers may take
 RID = b"0" * 32
 
@@ -171,7 +173,7 @@ def of_workers(*, quick: bool) -> dict[str, float]:
     try:
         for name, tokens in SIZES.items():
             for workers in (1, 2) if name == "8k" else (1,):
-                groups = max(2, (512 << 10) // tokens // G) * workers
+                groups = GROUPS * workers
                 with contextlib.ExitStack() as servers, tempfile.TemporaryDirectory() as logs:
                     urls = [servers.enter_context(replayed(recorded(tokens))) for _ in range(workers)]
                     recipe = Replayed(SHAPE, VOCABULARY, tokens)
@@ -183,6 +185,7 @@ def of_workers(*, quick: bool) -> dict[str, float]:
                 out[f"driver_{name}_ms"] = statistics.median(one.driver_s for one in found) * 1e3
                 out[f"worker_{name}_tokens_s"] = tokens / wall
                 out[f"memory_{name}_mib"] = statistics.median(one.memory for one in found) / (1 << 20)
+                out["ray_threads_of_core"] = statistics.median(one.ray_s / one.wall_s for one in found)
                 out |= {"wall_8k_s": wall} if name == "8k" else {}
     finally:
         stop_ray()

@@ -3,7 +3,8 @@ the memory that a sample needs there.
 
 Workers are real actors with the client of data_plane.py, the driver does what a step of the loop does with groups:
 receives their records, plans a batch of two rows for two pipeline stages each, has the workers cut what every place
-needs, and frees the groups. Ranks, rewards and the trainer are left out.
+needs, and frees the groups. Ranks, rewards and the trainer are left out. The driver's time is that of the thread that
+does this; Ray's own threads in its process work by the second, not by the sample, and have a figure of their process.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class _Sampler:
 class Measured(NamedTuple):
     """Of one sample."""
 
-    driver_s: float  # processor time of the driver
+    driver_s: float  # processor time of the driver's thread
+    ray_s: float  # of all threads of its process that are Ray's
     wall_s: float  # of all workers together
     memory: float  # bytes: the largest resident memory of a worker beyond that before, over the samples that it held
 
@@ -103,7 +105,7 @@ def with_workers(
     async def one(round_index: int, processes: Sequence[psutil.Process]) -> Measured:
         prompts = [Prompt(id=f"p{i}", token_ids=tuple(prompt), answer="") for i in range(groups)]
         before = [process.memory_info().rss for process in processes]
-        cpu, wall = time.process_time(), time.perf_counter()
+        cpu, own, wall = time.process_time(), time.thread_time(), time.perf_counter()
         found = [group async for _, group in workers.groups(round_index, prompts)]
         seconds = time.perf_counter() - wall
         (batch,) = packer.steps(found, [[1.0] * G] * groups)
@@ -112,8 +114,8 @@ def with_workers(
         memory = max(p.memory_info().rss - b for p, b in zip(processes, before, strict=True))
         workers.release(found)
         del pulled
-        n = groups * G
-        return Measured((time.process_time() - cpu) / n, seconds / n, memory / (n / len(urls)))
+        n, own = groups * G, time.thread_time() - own
+        return Measured(own / n, (time.process_time() - cpu - own) / n, seconds / n, memory / (n / len(urls)))
 
     async def all_rounds() -> list[Measured]:
         await workers.begin()
