@@ -13,12 +13,14 @@ from miles_like.algorithms.filters import make_filter
 from miles_like.cluster.placement import PlacementPlan, Slot
 from miles_like.cluster.workers.worker import Sampling
 from miles_like.config.run import RunConfig
+from miles_like.config.sections.reward import RewardConfig
 from miles_like.config.workers import why_no_workers
-from miles_like.rewards.load import Rewards
+from miles_like.plugins import GIVEN
+from miles_like.rewards.load import Rewards, make_reward
 from miles_like.run.setup.model_plan import ModelPlan, model_plan
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.sampler import EngineSampler
-from miles_like.types import Prompt, SampleGroup, SamplingParams
+from miles_like.types import Prompt, SampleGroup, SamplingParams, Unit
 from rollout.episodes.groups import run_groups
 from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.pool import EnginePool
@@ -31,8 +33,15 @@ def workers_of(plan: ModelPlan) -> int:
     if c.rollout.workers is not None or c.cluster.nodes == 1:
         return c.rollout.workers or 0
     parts = (c.algorithm, c.buffer, c.cluster, c.distillation)
-    alone = why_no_workers(*parts, takes_turns=c.takes_turns) is not None
-    return 0 if alone else len({slot.node for slot in plan.placement.of("rollout")})
+    if why_no_workers(*parts, takes_turns=c.takes_turns) is not None or rewards_need_driver(c.reward):
+        return 0
+    return len({slot.node for slot in plan.placement.of("rollout")})
+
+
+def rewards_need_driver(reward: RewardConfig) -> bool:
+    """Whether the rewards are functions that the driver alone has, or score all groups of a round at once."""
+    given = any(name.startswith(GIVEN) for name in reward.weights)
+    return given or make_reward(reward).unit is Unit.BATCH
 
 
 def shares_of(nodes: Sequence[int], workers: int) -> list[list[int]]:

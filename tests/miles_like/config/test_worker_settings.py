@@ -10,6 +10,7 @@ import pytest
 
 from miles_like.cluster.placement import plan_placement
 from miles_like.config.load import load_config
+from miles_like.plugins import name_of
 from miles_like.run.setup.worker_side import shares_of, worker_slots, workers_of
 from tests.support.refusals import refuses
 
@@ -56,6 +57,18 @@ def test_a_worker_for_each_node_with_servers_where_there_are_several() -> None:
     assert workers_of(planned("cluster.nodes=2", "rollout.servers=3", "rollout.workers=0")) == 0
     assert workers_of(planned("cluster.nodes=2", "rollout.servers=3", "algorithm.name=remax")) == 0
     assert workers_of(planned("rollout.workers=3")) == 3
+
+
+def test_rewards_of_the_driver_or_of_whole_rounds_have_no_workers_by_default(tmp_path: Path) -> None:
+    """Neither a function that only the process of `miles_like.train` has, nor one that gets all samples at once."""
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "def whole(prompts, samples):\n    return [0.0] * len(prompts)\n\ndef single(prompt, sample):\n    return 0.0\n"
+    )
+    nodes = ("cluster.nodes=2", "rollout.servers=2")
+    assert workers_of(planned(*nodes, f"reward.name={file}:single")) == 2
+    assert workers_of(planned(*nodes, f"reward.name={file}:whole")) == 0
+    assert workers_of(planned(*nodes, f"reward.name={name_of(lambda sample: 0.0)}")) == 0
 
 
 def test_servers_are_divided_evenly_and_shared_where_there_are_too_few() -> None:
