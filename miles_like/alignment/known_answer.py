@@ -59,8 +59,10 @@ class KnownAnswer:
     text: [S] int64 tokens. kl_max: the mean k3 that the precision explains (`allowance`). exact: both sides compute the
     same bits. usual: whether earlier publications lower the bound; not where a near-tie of a router is not known from
     a fault. The bound on the median difference is that of normally distributed differences with this k3, or, where
-    lower, four times the median of all publications so far: a stale tensor among hundreds is a small fault. Tokens that
-    the trainer expects are compared, if there are enough: the logarithm of a small probability is less precise.
+    lower, four times the median of all publications so far: a stale tensor among hundreds is a small fault. Where the
+    mean square of the differences is that of this k3 or less, the precision explains them whatever their median is: half
+    of them may be one step of a BF16 logit, which is 1/32 from 4 on. Tokens that the trainer expects are compared, if
+    there are enough: the logarithm of a small probability is less precise.
 
     settings: what the usual gap depends on; a saved one of other settings is not restored.
     """
@@ -153,7 +155,10 @@ class KnownAnswer:
         if self.exact:
             return float(apart.max())
         likely = expected > _LIKELY
-        return float((apart[likely] if int(likely.sum()) >= _ENOUGH else apart).median())
+        apart = apart[likely] if int(likely.sum()) >= _ENOUGH else apart
+        median = float(apart.median())
+        usual = _MEDIAN_OF_NORMAL * float(apart.square().mean().sqrt())  # the median, were they normally distributed
+        return min(median, self.explained) if usual <= self.explained else median
 
     async def _by_trainer(self, routes: Sequence[RoutingTrace | None]) -> list[Tensor]:
         """[S-1] for each of `routes`: with them, or for None with the trainer's own."""

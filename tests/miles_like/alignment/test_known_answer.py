@@ -84,6 +84,13 @@ def test_what_the_precision_explains_is_no_fault_and_more_is() -> None:
     assert compared(known(exact=True), Server())[0] == ["http://a"], "equal bits leave no room"
 
 
+def test_steps_of_a_logits_precision_are_explained_by_their_mean_square() -> None:
+    """Most differences are one step of a BF16 logit between 4 and 8, more than a median of normal ones may be."""
+    steps = torch.where(torch.arange(39) < 24, 1 / 32, 0.0) - NOISE
+    assert compared(known(), Server([steps])) == ([], pytest.approx(0.0302, abs=1e-4))
+    assert compared(known(), Server([2 * (steps + NOISE) - NOISE]))[0] == ["http://a"], "two steps are not"
+
+
 def test_once_servers_have_agreed_what_they_differed_by_is_the_measure() -> None:
     """0.029 is explained by the precision; after publications with 0.007, it is a fault."""
     answer, small = known(), Server([NOISE.sign() * 0.02])
