@@ -37,6 +37,7 @@ from miles_like.loop.state import KNOWN_ANSWER, LoopState
 from miles_like.loop.step_bounds import StepBounds
 from miles_like.preflight.checks import check_over_sampling, check_workers_reward
 from miles_like.protocols import Algorithm, GroupFilter, RolloutEngine, TrainerRanks
+from miles_like.report.health import repeated
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards
 from miles_like.run.alignment import check_bits, server_checks
@@ -129,6 +130,9 @@ def train(
             urls = servers.wait(say)
         teachers.wait(say)
         say(_ready(plan, len(urls), time.perf_counter() - started, critic=critic is not None))
+        c = plan.config.train
+        for sentence in repeated(len(prompts.source), steps=c.steps, groups=c.groups_per_step):
+            say(sentence)
         run = TrainingRun(
             rollout=rollout,
             servers=servers,
