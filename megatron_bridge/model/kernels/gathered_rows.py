@@ -31,7 +31,7 @@ def sum_kernel(rows, places, ends, out, width, BLOCK: tl.constexpr):  # type: ig
 
 
 def summed_rows(rows: Tensor, places: Tensor, ends: Tensor) -> Tensor:
-    """[T, H]: row t is the sum of rows [n, H] at places[ends[t] : ends[t + 1]]; places int64 [n], ends int32 [T + 1]."""
+    """[T, H]: row t is the sum of rows [n, H] at places[ends[t] : ends[t + 1]]; int64 [n], int32 [T + 1]."""
     rows, width = rows.contiguous(), rows.shape[1]
     tokens = len(ends) - 1
     out = rows.new_empty(tokens, width)

@@ -10,7 +10,6 @@ Letters: n rows, L labels per row, c columns of the block.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -87,9 +86,8 @@ def slope_kernel(
     for j in range(1, label_count):
         of_p += tl.load(grad + row * label_count + j)
     if ENTROPY:
-        slope = -p * (of_p + tl.load(of_entropy + row) * (log_p + tl.load(entropy + row)))
-    else:
-        slope = -p * of_p
+        of_p += tl.load(of_entropy + row) * (log_p + tl.load(entropy + row))
+    slope = -p * of_p
     for j in range(label_count):
         label = tl.load(labels + row * label_count + j) - first
         slope += tl.where(column == label, tl.load(grad + row * label_count + j), 0.0)
@@ -155,12 +153,3 @@ def slope_in_place(
         num_warps=4,
     )
     return logits
-
-
-def bytes_of(logits: Tensor) -> tuple[int, int]:
-    """(sums, slope): bytes that have to be moved for a block of logits."""
-    size = logits.numel() * logits.element_size()
-    return size, 2 * size
-
-
-assert torch.float32.itemsize == 4  # the sums' dtype

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 WIDEST = 16384  # elements of a row that one program holds in registers
-_TILE = 4096  # elements that a program reads at a time, where a row is shorter
+_TILE = 2048  # elements that a program reads at a time, where a row is shorter
 _PROGRAMS = 1024  # of backward, each with its own sum of the weight's gradient
 
 
@@ -63,7 +63,7 @@ def _tile(width: int) -> tuple[int, int, int]:
     """(rows, columns, warps) of a program."""
     columns = max(16, triton.next_power_of_2(width))
     rows = max(1, min(32, _TILE // columns))
-    return rows, columns, 4 if rows * columns <= 4096 else 8 if columns <= 8192 else 16
+    return rows, columns, min(32, max(4, rows * columns // 512))  # 16 elements a thread
 
 
 class FusedRMSNorm(torch.autograd.Function):
