@@ -75,10 +75,10 @@ class LocalGroupedMLP(SequentialMLP):
 
     On a CUDA device each of the two is one grouped product (`kernels/grouped_product.py`).
 
-    On a CPU in bf16 each expert's tokens are padded to a multiple of `ROWS`. Their number changes every step, and oneDNN
-    recompiles a bf16 matrix product for every number of rows: half a millisecond, several times the product itself at
-    small sizes. Zero rows give zeros (there are no biases) and no gradient. With sixteen rows or more, a row's bits
-    also do not depend on the number of rows.
+    On a CPU in bf16 each expert's tokens are padded to a multiple of `ROWS`. Their number changes every step, and
+    oneDNN recompiles a bf16 matrix product for every number of rows: half a millisecond, several times the product
+    itself at small sizes. Zero rows give zeros (there are no biases) and no gradient. With sixteen rows or more, a
+    row's bits also do not depend on the number of rows.
 
     Hooks on the experts' linears are called; the experts and their activation modules are not.
     """

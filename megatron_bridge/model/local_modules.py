@@ -42,6 +42,7 @@ from routing_replay.checksums import ragged_arange
 sort_on_devices()  # before a rank on fake tensors replaces these functions for a while
 
 _SEPARATE_CALL = 1024  # from this length on, padding to a similar length costs more than a separate call
+_WIDEST_NORM = 8192  # elements of a row that a program of the Triton kernel holds
 _SHORT = 16  # up to this length plain matrix products are faster than the CPU's attention kernel
 
 
@@ -300,11 +301,17 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        function: type[torch.autograd.Function] = _RMSNorm
-        if by_triton("norms", x):
-            from megatron_bridge.model.kernels.rms_norm import FusedRMSNorm as function
-        out: Tensor = function.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        out: Tensor = _norm_for(x).apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return out
+
+
+def _norm_for(x: Tensor) -> type[torch.autograd.Function]:
+    """The autograd function of an RMSNorm over x's last dimension."""
+    if x.shape[-1] > _WIDEST_NORM or not by_triton("norms", x):
+        return _RMSNorm
+    from megatron_bridge.model.kernels.rms_norm import FusedRMSNorm
+
+    return FusedRMSNorm
 
 
 class DuplicatedLinear(torch.nn.Linear):

@@ -18,7 +18,7 @@ assert hasattr(rope_utils, "_apply_rotary_pos_emb_thd"), "megatron's packed rota
 
 
 def on_device(ends: Tensor, device: torch.device) -> Tensor:
-    """cu_seqlens `ends` [N+1] of the CPU on `device`, as int32, whose values `ends_of` finds without a synchronization."""
+    """cu_seqlens `ends` [N+1] of the CPU as int32 on `device`. `ends_of` needs no synchronization to find their values."""
     out = ends.to(torch.int32).to(device)
     out.values_on_host = tuple(ends.tolist())  # type: ignore[attr-defined]
     return out
@@ -58,12 +58,17 @@ def apply_packed_rope(
     cosines are computed once per position, not once per token."""
     positions = packed_positions(ends_of(cu_seqlens), cp_group.rank(), cp_group.size(), t.device)
     size = freqs.shape[-1]
-    # on a CPU repeated for every head: there a product that broadcasts over heads takes several times as long
-    heads = 1 if rotary_interleaved or by_triton("rope", t) else t.shape[1]
+    fused = not rotary_interleaved and not multi_latent_attention and by_triton("rope", t)
+    # repeated for every head: on a CPU a product that broadcasts over heads takes several times as long
+    heads = 1 if rotary_interleaved or fused else t.shape[1]
     cos, sin = (
         (f(freqs[:, 0]) * mscale).to(t.dtype).repeat(1, heads, 1).index_select(0, positions)
         for f in (torch.cos, torch.sin)
     )
+    if fused:
+        from megatron_bridge.model.kernels.rope import FusedRope
+
+        return FusedRope.apply(t, cos[:, 0], sin[:, 0])  # type: ignore[no-any-return, no-untyped-call]
     if rotary_interleaved:
         t, rest = t[..., :size], t[..., size:]
         rotated = t * cos + rope_utils._rotate_half(t[None], True)[0] * sin

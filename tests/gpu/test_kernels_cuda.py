@@ -304,7 +304,7 @@ def test_attention_over_a_pack(heads: str) -> None:
 
 
 def test_time_of_attention() -> None:
-    """16 samples of 2,048 tokens, 32 heads of queries and 4 of keys; beside cuDNN's kernel over a batch of equal lengths,
+    """16 samples of 2,048 tokens, 32 heads of queries and 4 of keys; cuDNN's kernel over a batch of equal lengths beside it,
     with keys and values repeated."""
     from megatron_bridge.model.kernels.varlen_attention import varlen_attention
 

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WIDEST = 16384  # elements of a row that one program holds in registers
-_TILE = 2048  # elements that a program reads at a time, where a row is shorter
+_TILE = 1024  # elements that a program reads at a time, where a row is shorter
 _PROGRAMS = 1024  # of backward, each with its own sum of the weight's gradient
 
 
