@@ -18,7 +18,7 @@ assert hasattr(rope_utils, "_apply_rotary_pos_emb_thd"), "megatron's packed rota
 
 
 def on_device(ends: Tensor, device: torch.device) -> Tensor:
-    """cu_seqlens `ends` [N+1] of the CPU as int32 on `device`. `ends_of` needs no synchronization to find their values."""
+    """cu_seqlens `ends` [N+1] of the CPU as int32 on `device`, whose values `ends_of` finds without waiting for it."""
     out = ends.to(torch.int32).to(device)
     out.values_on_host = tuple(ends.tolist())  # type: ignore[attr-defined]
     return out

@@ -304,8 +304,8 @@ def test_attention_over_a_pack(heads: str) -> None:
 
 
 def test_time_of_attention() -> None:
-    """16 samples of 2,048 tokens, 32 heads of queries and 4 of keys; cuDNN's kernel over a batch of equal lengths beside it,
-    with keys and values repeated."""
+    """16 samples of 2,048 tokens, 32 heads of queries and 4 of keys; beside it cuDNN's kernel over a batch of equal
+    lengths, with keys and values repeated."""
     from megatron_bridge.model.kernels.varlen_attention import varlen_attention
 
     n, length = 16, 2048
