@@ -26,6 +26,7 @@ from megatron_bridge.device.cuda_settings import use_deterministic_kernels  # no
 from megatron_bridge.device.parallel import close_parallel, init_parallel  # noqa: E402
 from megatron_bridge.families.registry import family_of  # noqa: E402
 from megatron_bridge.model.build import build_model, unwrap  # noqa: E402
+from megatron_bridge.model.kernels.chosen import fused_parts  # noqa: E402
 from megatron_bridge.optim.optimizer import NonFiniteGradient, apply_gradients, build_optimizer  # noqa: E402
 from megatron_bridge.optim.param_names import matching  # noqa: E402
 from megatron_bridge.plan.deterministic import environment  # noqa: E402
@@ -185,7 +186,8 @@ class MegatronTrainer:
         found += checked
         if (every := self.config.reference_every) and version % every == 0:
             self.copies.keep(REFERENCE)
-        return StepReport(version=version, metrics=values(combine(found)) | {"train/lr": lr})
+        fused = {f"perf/fused/{part}": float(on) for part, on in fused_parts().items()}
+        return StepReport(version=version, metrics=values(combine(found)) | {"train/lr": lr} | fused)
 
     def _update(self, run: Callable[[], Stats], lr: float, where: str, check: bool) -> Stats:
         """One optimizer step on the gradients that `run` accumulates; returns its statistics and the optimizer's.
