@@ -79,7 +79,7 @@ def test_a_step_waits_once(path: Path) -> None:
     with on_device(path) as (engine, mode):
         submit(engine, *SPECS[:2])
         engine.step()
-        for _ in range(5):
+        for _ in range(4):
             mode.waits.clear()
             engine.step()
             assert mode.waits == {"fetch": 1}
