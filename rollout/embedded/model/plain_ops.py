@@ -18,6 +18,7 @@ wide = False
 tp_shards = 1
 expert_tp_shards = 1
 _ROW_BYTES = 16
+_grouped_mm = getattr(F, "grouped_mm", torch._grouped_mm)
 
 
 def linear(x: Tensor, w: Tensor, shards: int = 1) -> Tensor:
@@ -40,7 +41,7 @@ def grouped_linear(x: Tensor, w: Tensor, counts: Sequence[int], shards: int = 1)
 def by_ends(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """x [T, in] sorted by expert, w [E, out, in], ends int32 [E] the row after the last of each -> [T, out]. Rows begin
     at multiples of 16 bytes."""
-    return F.grouped_mm(x, w.transpose(1, 2), offs=ends)
+    return _grouped_mm(x, w.transpose(1, 2), offs=ends)
 
 
 def _aligned(t: Tensor) -> bool:
