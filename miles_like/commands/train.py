@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -65,6 +65,7 @@ def train(
 
 def demo(
     run_dir: RunDirOption = Path("runs/demo"),
+    device: Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="cuda: on one GPU")] = "cpu",
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
     resume: ResumeOption = False,
     fresh: FreshOption = False,
@@ -73,7 +74,13 @@ def demo(
 ) -> None:
     """Train a tiny model on two CPU cores, in all five stages, with the installed configuration and data."""
     train(
-        Path("tiny"), run_dir, overrides=overrides, resume=resume, fresh=fresh, dry_run=dry_run, show_config=show_config
+        Path("tiny" if device == "cpu" else "tiny_cuda"),
+        run_dir,
+        overrides=overrides,
+        resume=resume,
+        fresh=fresh,
+        dry_run=dry_run,
+        show_config=show_config,
     )
 
 
