@@ -1,0 +1,29 @@
+"""Whether a Triton kernel or plain PyTorch computes. torch's wheel for CUDA brings Triton; nothing here imports it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+VARIABLE = "MILES_LIKE_TRITON"
+LEAST_CAPABILITY = (9, 0)  # Hopper: the suite compiles the kernels for it and for Blackwell
+
+
+def uses_triton(tensor: Tensor) -> bool:
+    """Whether Triton kernels compute on `tensor`: it lies on a CUDA device of capability 9.0 or later, Triton is
+    installed, and the environment variable MILES_LIKE_TRITON is not 0. Both ways give the same bits."""
+    return tensor.is_cuda and os.environ.get(VARIABLE) != "0" and _installed() and _is_new(tensor.device)
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _is_new(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
