@@ -73,8 +73,11 @@ def provenance(made_at: str | None = None) -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!docs", ":!README.md")
-    commit = made_at or git("rev-parse", "--short=7", "HEAD") + (" with local changes" if changed else "")
+    def checked_out() -> str:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!docs", ":!README.md")
+        return git("rev-parse", "--short=7", "HEAD") + (" with local changes" if changed else "")
+
+    commit = made_at or checked_out()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     machine = f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
     if made_at is None:

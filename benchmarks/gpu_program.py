@@ -5,7 +5,7 @@ its facts, and OUT/results.json holds the steps so far with the versions, the de
 is stopped keeps what it has. Without CUDA it says so and measures nothing.
 
     python benchmarks/gpu_program.py [--out build/gpu] [--only NAME ...] [--limit SECONDS]
-    python benchmarks/gpu_program.py --write build/gpu/results.json      # into docs/gpu.md, on any machine
+    python benchmarks/gpu_program.py --write build/gpu/results.json ...  # into docs/gpu.md, on any machine
 """
 
 from __future__ import annotations
@@ -51,8 +51,11 @@ class Step:
 STEPS = (
     Step(name="codecs", script="tests/gpu/test_codec_cuda.py"),
     Step(name="handles", script="tests/gpu/test_handles_cuda.py"),
+    Step(name="kernels", script="tests/gpu/test_kernels_cuda.py"),
     Step(name="trainer", script="tests/gpu/test_trainer_cuda.py"),
+    Step(name="embedded", script="tests/gpu/test_embedded_cuda.py"),
     Step(name="converted", script="tests/gpu/test_converted_cuda.py"),
+    Step(name="demo", script="tests/gpu/test_demo_cuda.py"),
     Step(name="plan", script="tests/gpu/test_plan_cuda.py"),
     Step(name="rates", script="benchmarks/gpu_rates.py"),
     Step(name="mfu", script="benchmarks/mfu.py", arguments=("--peak-tflops", "989")),
@@ -155,11 +158,11 @@ def device() -> str:
     )
 
 
-def measure(steps: Sequence[Step], out: Path, limit_s: float) -> int:
+def measure(steps: Sequence[Step], out: Path, limit_s: float, commit: str | None) -> int:
     """0 when each step passed. Steps of an earlier run of the same commit stay in the results."""
     out.mkdir(parents=True, exist_ok=True)
     results = out / "results.json"
-    head = {"device": device(), "versions": versions(), "provenance": provenance()}
+    head = {"device": device(), "versions": versions(), "provenance": provenance(commit)}
     before = json.loads(results.read_text()) if results.exists() else {}
     done = before.get("steps", {}) if before.get("provenance") == head["provenance"] else {}
     for step in steps:
@@ -202,18 +205,21 @@ def main() -> int:
     p.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
     p.add_argument("--only", nargs="+", choices=[s.name for s in STEPS], help="these steps")
     p.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that one step may take")
-    p.add_argument("--write", type=Path, metavar="RESULTS", help="put these results into docs/gpu.md")
+    p.add_argument("--commit", help="the commit of this code, where it is no git checkout")
+    p.add_argument("--write", type=Path, nargs="+", metavar="RESULTS", help="put these results into docs/gpu.md")
     args = p.parse_args()
     if args.write:
-        results = json.loads(args.write.read_text())
-        write_block(PAGE, SCRIPT, rows(results), line=results["provenance"])
+        found = [json.loads(path.read_text()) for path in args.write]
+        steps = {name: outcome for one in found for name, outcome in one["steps"].items()}
+        ordered = {step.name: steps[step.name] for step in STEPS if step.name in steps}
+        write_block(PAGE, SCRIPT, rows({**found[0], "steps": ordered}), line=found[0]["provenance"])
         return 0
     import torch
 
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was measured")
         return 0
-    return measure([s for s in STEPS if not args.only or s.name in args.only], args.out, args.limit)
+    return measure([s for s in STEPS if not args.only or s.name in args.only], args.out, args.limit, args.commit)
 
 
 if __name__ == "__main__":
