@@ -2,18 +2,21 @@
 of experts, attention, memory, copies over the host link, and the codecs.
 
 Random operands, median of CUDA events after a warm-up; bytes count once read and once written. Each rate stands beside
-the plan's. Without CUDA it says so and measures nothing, unless `--tiny` asks for a look at the script itself.
+the plan's. Codecs are PyTorch's, then Triton's, then Triton's kernels alone, with the bytes that these move beside a
+copy's. Without CUDA it says so and measures nothing, unless `--tiny` asks for a look at the script itself.
 
-    python benchmarks/gpu_rates.py [--tiny] [--write]
+    python benchmarks/gpu_rates.py [--only codecs] [--tiny] [--write]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +29,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from miles_like.device_table import DEVICES, Device
 from miles_like.timing.rates.calibration import ATTENTION, HOST, MEMORY, PAGEABLE, PRODUCTS
+from quant.formats.codec import Codec
+from quant.kernels.choice import VARIABLE
+from quant.kernels.traffic import table, traffics
 from quant.registry import CODECS, make_codec
 from quant.spec import QuantSpec
 
@@ -41,6 +47,7 @@ LINEARS = {
     "DeepSeek-V3 up": (7168, 36_864),
     "Qwen3-4B head": (2560, 151_936),
 }
+EXPERTS = 16
 Function = Callable[..., Any]
 
 
@@ -173,15 +180,70 @@ def moved(rates: Rates) -> None:
 
 
 def codecs(rates: Rates) -> None:
-    """An expert of DeepSeek-V3, bytes of its bf16 weights."""
-    name = "model.layers.3.mlp.experts.7.down_proj.weight"
-    w = rates.randn(7168 // rates.scale, 2048) * 0.02
+    """Down projections of 16 experts of DeepSeek-V3, 470 MB of bf16, which no cache holds. Bytes are those of bf16."""
+    names = [f"model.layers.3.mlp.experts.{i}.down_proj.weight" for i in range(EXPERTS)]
+    bundle = {name: rates.randn(7168 // rates.scale, 2048) * 0.02 for name in names}
+    copied = torch.empty(2, EXPERTS * 7168 // rates.scale, 2048, device=rates.where, dtype=torch.bfloat16)
+    rates.bytes("memory", "copy of these weights, read and written", copied.nbytes, copied[1].copy_, copied[0])
+    copy = rates.figures["copy of these weights, read and written, GB/s"]
     for fmt in CODECS:
-        codec, size = make_codec(QuantSpec(format=fmt)), 2 * w.numel()
-        encoded = codec.encode({name: w})[name]
-        rates.bytes("codec", f"{fmt} encode", size, codec.encode, {name: w})
-        rates.bytes("codec", f"{fmt} fake", size, codec.fake, {name: w})
-        rates.bytes("codec", f"{fmt} decode", size, codec.decode, encoded)
+        codec = make_codec(QuantSpec(format=fmt))
+        if rates.where == "cuda":
+            with plain():
+                whole_codec(rates, f"{fmt}, PyTorch", codec, bundle)
+            whole_codec(rates, f"{fmt}, Triton", codec, bundle)
+            kernels(rates, codec, bundle, copy)
+        else:
+            whole_codec(rates, f"{fmt}, PyTorch", codec, bundle)
+    print("\n".join(["", *table(7168 * 2048, {d: DEVICES[d].hbm for d in ("H100", "H200", "B200")})]))
+
+
+@contextlib.contextmanager
+def plain() -> Iterator[None]:
+    """Codecs by PyTorch."""
+    os.environ[VARIABLE] = "0"
+    yield
+    del os.environ[VARIABLE]
+
+
+def whole_codec(rates: Rates, what: str, codec: Codec, bundle: dict[str, Tensor]) -> None:
+    size, encoded = sum(w.nbytes for w in bundle.values()), list(codec.encode(bundle).values())
+    rates.bytes("codec", f"{what}, encode", size, codec.encode, bundle)
+    rates.bytes("codec", f"{what}, fake", size, codec.fake, bundle)
+    rates.bytes("codec", f"{what}, decode", size, codec.decode_stack, encoded)
+
+
+def kernels(rates: Rates, codec: Codec, bundle: dict[str, Tensor], copy: float) -> None:
+    """What kernels take without the allocation of what they write and the wait for their flags."""
+    from quant.kernels import launch
+
+    found, weights = codec.encode(bundle), list(bundle.values())
+    made = launch.Kernels(codec.spec.format.value, codec.block, codec.divides)
+    codes, scales = list(codec.stored)[:2]
+    stored = [(q.stored[codes], q.stored[scales]) for q in found.values()]
+    out = torch.empty(len(weights), *weights[0].shape, device=rates.where, dtype=torch.bfloat16).unbind()
+    top = None
+    if codec.of_weight is not None:
+        top = torch.stack([q.stored[codec.of_weight] for q in found.values()]).flatten()
+    tops = None if top is None else top.cpu()
+
+    def encode() -> None:
+        if tops is not None:
+            launch.amax(weights)
+        made.encode(weights, stored, tops)
+
+    def fake() -> None:
+        if tops is not None:
+            launch.amax(weights)
+        made.fake(weights, out, tops)
+
+    runs: dict[str, Callable[[], object]] = {"encode": encode, "fake": fake}
+    runs["decode"] = partial(made.decode, [c for c, _ in stored], [s for _, s in stored], out, top, rounded=True)
+    for t in traffics():
+        if t.format is codec.spec.format:
+            what = f"{t.format}, kernel alone, {t.work}, moved"
+            rates.bytes("codec", what, t.moved * sum(w.numel() for w in weights), runs[t.work])
+            print(f"{'':44}{rates.figures[f'{what}, GB/s'] / copy:.2f} of the copy")
 
 
 def assumed(kind: str, device: Device) -> float | None:
@@ -197,8 +259,12 @@ def assumed(kind: str, device: Device) -> float | None:
     }.get(kind)
 
 
+PARTS = (products, grouped, attention, moved, codecs)
+
+
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--only", choices=[part.__name__ for part in PARTS], help="one part of it")
     p.add_argument("--tiny", action="store_true", help="small operands, on any device")
     add_write(p)
     args = p.parse_args()
@@ -211,8 +277,9 @@ def main() -> int:
     device = max(known, key=lambda d: len(d.name), default=DEVICES["H100"])
     torch.manual_seed(0)
     rates = Rates(where, 64 if args.tiny else 1, device, {"device": name, "torch": torch.__version__})
-    for part in (products, grouped, attention, moved, codecs):
-        part(rates)
+    for part in PARTS:
+        if args.only in (None, part.__name__):
+            part(rates)
     finish("gpu_rates", rates.figures, {}, True)
     return 0
 

@@ -29,8 +29,9 @@ CONTRACTS = (
 RULES = {
     "quant.exact": "",
     "quant.spec": "",
-    "quant.kernels": "",
-    "quant.formats": "quant.spec",
+    "quant.formats.scale_rules": "",
+    "quant.kernels": "quant.spec quant.formats.scale_rules",
+    "quant.formats": "quant.spec quant.formats.scale_rules quant.kernels",
     "quant.ignore": "quant.spec",
     "quant.hf_config": "quant.spec quant.ignore",
     "quant.registry": "quant.spec quant.formats",

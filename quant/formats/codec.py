@@ -1,8 +1,8 @@
 """Base class of the codecs of quantized formats.
 
-A codec is the only implementation of its format: checkpoint conversion, the trainer's fake quantization and weight
-publication all call it, so they cannot disagree. Every codec rounds its input to bf16 first, so that an fp32 master and
-its bf16 copy give the same codes.
+A codec is the only door to its format: checkpoint conversion, the trainer's fake quantization and weight publication
+all call it, so they cannot disagree. Every codec rounds its input to bf16 first, so that an fp32 master and its bf16
+copy give the same codes. Where `uses_triton` says so, the kernels of `quant/kernels` compute the bits of the hooks.
 
 Letters: B weights of one shape, n rows (out), k columns (in), r x c a tile of a weight.
 """
@@ -13,14 +13,18 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from quant.formats.quant_tensor import Layout, PerBlock, PerWeight, QuantTensor
 from quant.formats.tiles import amax_bits, tile_elements, tiles
+from quant.kernels.choice import uses_triton
 from quant.spec import QuantSpec
+
+if TYPE_CHECKING:
+    from quant.kernels.launch import Kernels
 
 __all__ = ["NOT_FINITE", "Codec", "Layout", "PerBlock", "PerWeight", "QuantTensor"]
 
@@ -40,6 +44,9 @@ class Codec(ABC):
     stored: Mapping[str, PerBlock | PerWeight]
     dropped: frozenset[str] = frozenset()  # leaves that are not read; the codec generates those that are in `stored`
     shared_amax: ClassVar[bool] = False  # whether scales depend on the largest magnitude of a whole bundle
+    of_weight: str | None = None  # the `PerWeight` leaf that holds the result of `_shared`
+    divides: bool = False  # whether decoding divides by it
+    bf16_values: ClassVar[bool] = False  # whether decoded values are bf16 in every dtype of computation
 
     def __init__(self, spec: QuantSpec) -> None:
         self.spec = spec
@@ -75,10 +82,6 @@ class Codec(ABC):
     def _shared(self, amax: Tensor) -> Tensor:
         """Largest magnitudes [B] of bundles -> the scale that the weights of a bundle share, as stored, fp32 [B]."""
         return amax
-
-    def _top(self, whole: Mapping[str, Tensor]) -> Tensor | None:
-        """The result of `_shared`, [B], from the stored `PerWeight` tensors."""
-        return None
 
     def _check_values(self, name: str, stored: Mapping[str, Tensor]) -> None:  # noqa: B027 - most need none
         """Raises ValueError naming a stored tensor with invalid values."""
@@ -161,25 +164,45 @@ class Codec(ABC):
         naming a weight that is not 2-D, not finite, or of a shape that the format cannot hold.
         """
         done: dict[str, QuantTensor] = {}
-        for names, w, top in self._stacks(bundle, amax):
+        for some, top in self._alike(bundle, amax):
+            kernels = self._kernels(some)
+            encoded = self._encode(some, top) if kernels is None else self._encode_by(kernels, some, top)
+            done |= dict(zip(some, encoded, strict=True))
+        return {name: done[name] for name in bundle}
+
+    def _encode(self, some: Mapping[str, Tensor], top: Tensor | None) -> Iterator[QuantTensor]:
+        for names, w, tops in self._stacks(some, top):
             shape = (w.shape[1], w.shape[2])
-            whole, layout = self._whole(shape, top), self.layout(shape)
-            stacked = {
-                leaf: whole[leaf].expand(len(names), *kind.shape)
-                if isinstance(kind, PerWeight)
-                else torch.empty(len(names), *layout[leaf][1], dtype=kind.dtype, device=w.device)
-                for leaf, kind in self.stored.items()
-            }
+            stacked = self._empty(shape, tops, len(names), w.device)
             tiled = [(kind, stacked[leaf]) for leaf, kind in self.stored.items() if isinstance(kind, PerBlock)]
             for rows, columns in tiles(shape, self.block, tile_elements(w.device) // len(names)):
-                codes, scales = self._quantize(bundle, w[:, rows, columns], top)
+                codes, scales = self._quantize(some, w[:, rows, columns], tops)
                 for (kind, out), value in zip(tiled, (self._pack(codes), *scales), strict=True):
                     out[:, _cut(rows, kind.rows), _cut(columns, kind.columns)] = value
             # copies: a view into the stack would be pickled with the whole stack
             own = {leaf: t.unbind() if len(names) == 1 else [v.clone() for v in t] for leaf, t in stacked.items()}
-            for i, name in enumerate(names):
-                done[name] = QuantTensor({leaf: t[i] for leaf, t in own.items()}, shape)
-        return {name: done[name] for name in bundle}
+            for i in range(len(names)):
+                yield QuantTensor({leaf: t[i] for leaf, t in own.items()}, shape)
+
+    def _encode_by(self, kernels: Kernels, some: Mapping[str, Tensor], top: Tensor | None) -> Iterator[QuantTensor]:
+        weights = [_on_device(w) for w in some.values()]
+        first, shape = weights[0], (weights[0].shape[0], weights[0].shape[1])
+        tops = [None] * len(weights) if top is None else [t.clone() for t in top.to(first.device).split(1)]
+        own = [self._empty(shape, one, 1, first.device) for one in tops]
+        found = [QuantTensor({leaf: t[0] for leaf, t in one.items()}, shape) for one in own]
+        codes, scales = (leaf for leaf, kind in self.stored.items() if isinstance(kind, PerBlock))
+        self._refuse(some, kernels.encode(weights, [(q.stored[codes], q.stored[scales]) for q in found], top))
+        return iter(found)
+
+    def _empty(self, shape: tuple[int, int], top: Tensor | None, count: int, device: torch.device) -> dict[str, Tensor]:
+        """Stored tensors [B, ...] of B = `count` weights: those of blocks are not written yet."""
+        whole, layout = self._whole(shape, top), self.layout(shape)
+        return {
+            leaf: whole[leaf].expand(count, *kind.shape)
+            if isinstance(kind, PerWeight)
+            else torch.empty(count, *layout[leaf][1], dtype=kind.dtype, device=device)
+            for leaf, kind in self.stored.items()
+        }
 
     @torch.no_grad()
     def fake(
@@ -193,69 +216,112 @@ class Codec(ABC):
         Other arguments and errors as in `encode`.
         """
         done = dict(out) if out is not None else {}
-        for names, w, top in self._stacks(bundle, amax):
+        for some, top in self._alike(bundle, amax):
+            kernels = self._kernels(some)
+            if kernels is None:
+                self._fake(some, top, done)
+            else:
+                self._fake_by(kernels, some, top, done)
+        return {name: done[name] for name in bundle}
+
+    def _fake(self, some: Mapping[str, Tensor], top: Tensor | None, done: dict[str, Tensor]) -> None:
+        for names, w, tops in self._stacks(some, top):
             shape = (w.shape[1], w.shape[2])
             alone = len(names) == 1 and names[0] in done
             into = done[names[0]].view(w.shape) if alone else torch.empty_like(w)
             for rows, columns in tiles(shape, self.block, tile_elements(w.device) // len(names)):
-                codes, scales = self._quantize(bundle, w[:, rows, columns], top)
-                into[:, rows, columns] = self._scaled(self._levels(codes), scales, top, torch.bfloat16)
-            if alone:
-                continue
-            for name, value in zip(names, into.unbind(), strict=True):
-                if name in done:
-                    done[name].copy_(value)
-                else:
-                    done[name] = value
-        return {name: done[name] for name in bundle}
+                codes, scales = self._quantize(some, w[:, rows, columns], tops)
+                into[:, rows, columns] = self._scaled(self._levels(codes), scales, tops, torch.bfloat16)
+            if not alone:
+                _keep(done, names, into.unbind())
+
+    def _fake_by(
+        self, kernels: Kernels, some: Mapping[str, Tensor], top: Tensor | None, done: dict[str, Tensor]
+    ) -> None:
+        weights = [_on_device(w) for w in some.values()]
+        into = [
+            given if (given := done.get(name)) is not None and _is_plain(given) else torch.empty_like(w)
+            for name, w in zip(some, weights, strict=True)
+        ]
+        self._refuse(some, kernels.fake(weights, into, top))
+        _keep(done, list(some), into)
 
     def amax(self, w: Tensor) -> Tensor:
         """The largest magnitude of the bf16 copy of a weight, fp32, 0-d; NaN or infinite when the weight is not
         finite. Ranks that hold shards of a bundle reduce it by maximum."""
-        bits = w.detach().to(torch.bfloat16).view(torch.int16).bitwise_and(0x7FFF).amax()
-        return bits.view(torch.bfloat16).float()
+        w = w.detach().to(torch.bfloat16)
+        if uses_triton(w):
+            from quant.kernels import launch
+
+            if launch.serves_amax(w):
+                return launch.amax([w])[0]
+        return w.view(torch.int16).bitwise_and(0x7FFF).amax().view(torch.bfloat16).float()
 
     def _quantize(
         self, bundle: Mapping[str, Tensor], w: Tensor, top: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         bits = amax_bits(w, self.block)
-        if int(bits.max()) >= NOT_FINITE:
-            bad = next(n for n, x in bundle.items() if not bool(torch.isfinite(x.to(torch.bfloat16)).all()))
-            raise ValueError(f"{bad}: the weight has {_DAMAGED}")
+        self._refuse(bundle, bits.amax() >= NOT_FINITE)
         return self._choose(w, bits, top)
 
-    def _stacks(
+    def _refuse(self, bundle: Mapping[str, Tensor], damaged: Tensor) -> None:
+        """Raises ValueError naming a weight that is not finite, where one of the flags is set."""
+        if bool(damaged.any()):
+            bad = next(n for n, x in bundle.items() if not bool(torch.isfinite(x.to(torch.bfloat16)).all()))
+            raise ValueError(f"{bad}: the weight has {_DAMAGED}")
+
+    def _alike(
         self, bundle: Mapping[str, Tensor], amax: Mapping[str, Tensor] | None
-    ) -> Iterator[tuple[list[str], Tensor, Tensor | None]]:
-        """Yields (names, [B, n, k] bf16, top [B]) of weights of one shape; a stack of several fits in a tile."""
-        alike: defaultdict[tuple[torch.Size, torch.device], list[str]] = defaultdict(list)
+    ) -> Iterator[tuple[dict[str, Tensor], Tensor | None]]:
+        """Yields the weights of one shape and device, and the result of `_shared` [B], on the CPU."""
+        alike: defaultdict[tuple[torch.Size, torch.device], dict[str, Tensor]] = defaultdict(dict)
         for name, w in bundle.items():
             if not w.is_floating_point():
                 raise ValueError(f"{name}: {self.spec.format} supports 2-D float weights, but this dtype is {w.dtype}")
             self._check_shape(name, w.shape)
-            alike[w.shape, w.device].append(name)
+            alike[w.shape, w.device][name] = w
         tops = self._tops(bundle, amax) if self.shared_amax else None
-        for (shape, device), names in alike.items():
-            together = max(1, tile_elements(device) // shape.numel())
-            for i in range(0, len(names), together):
-                some = names[i : i + together]
-                ws = [bundle[n].detach().to(torch.bfloat16) for n in some]
-                w = torch.stack(ws) if len(ws) > 1 else ws[0].contiguous()[None]
-                yield some, w, None if tops is None else self._shared(torch.stack([tops[n] for n in some]))
+        for some in alike.values():
+            yield some, None if tops is None else self._shared(torch.tensor([tops[n] for n in some]))
 
-    def _tops(self, bundle: Mapping[str, Tensor], amax: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    def _stacks(
+        self, some: Mapping[str, Tensor], top: Tensor | None
+    ) -> Iterator[tuple[list[str], Tensor, Tensor | None]]:
+        """Yields (names, [B, n, k] bf16, top [B]) of weights of one shape; a stack of several fits in a tile."""
+        names, first = list(some), next(iter(some.values()))
+        together = max(1, tile_elements(first.device) // first.numel())
+        for i in range(0, len(names), together):
+            ws = [some[n].detach().to(torch.bfloat16) for n in names[i : i + together]]
+            w = torch.stack(ws) if len(ws) > 1 else ws[0].contiguous()[None]
+            yield names[i : i + together], w, None if top is None else top[i : i + together].to(w.device)
+
+    def _kernels(self, some: Mapping[str, Tensor]) -> Kernels | None:
+        """The Triton kernels that encode weights of one shape and device; None: PyTorch encodes them."""
+        w = next(iter(some.values()))
+        if not uses_triton(w):
+            return None
+        from quant.kernels.launch import Kernels
+
+        kernels = Kernels(self.spec.format.value, self.block, self.divides)
+        return kernels if kernels.serve((w.shape[0], w.shape[1])) else None
+
+    def _tops(self, bundle: Mapping[str, Tensor], amax: Mapping[str, Tensor] | None) -> Mapping[str, float]:
+        """The largest magnitude of each weight's bundle. One copy from the device for all."""
+        given = {name: self.amax(w) for name, w in bundle.items()} if amax is None else amax
+        if not given:
+            return {}
+        tops = dict(zip(given, torch.stack(list(given.values())).tolist(), strict=True))
         if amax is None:
-            own = {name: self.amax(w) for name, w in bundle.items()}
-            amax = {}
+            own, tops = tops, {}
             for name in bundle:
                 names = self.bundle_of(name)
                 if missing := [n for n in names if n not in own]:
                     raise ValueError(f"{name} shares a scale with {missing[0]}: encode them together")
-                amax[name] = torch.stack([own[n] for n in names]).max()
-        for name, value in amax.items():
-            if not math.isfinite(float(value)):
+                tops[name] = next((own[n] for n in names if not math.isfinite(own[n])), max(own[n] for n in names))
+        for name, value in tops.items():
+            if not math.isfinite(value):
                 raise ValueError(f"{name}: the weight, or one that shares its scale, has {_DAMAGED}")
-        return amax
+        return tops
 
     # ---- decode
 
@@ -281,6 +347,9 @@ class Codec(ABC):
         device = next(iter(qs[0].stored.values())).device
         if out is None:
             out = torch.empty(len(qs), n, k, dtype=dtype, device=device)
+        if (kernels := self._decoders(out, device)) is not None:
+            self._decode_by(kernels, {leaf: [q.stored[leaf] for q in qs] for leaf in self.stored}, out, out.dtype)
+            return out
         together = max(1, tile_elements(device) // (n * k))
         for i in range(0, len(qs), together):
             some = {
@@ -296,15 +365,33 @@ class Codec(ABC):
     def decode_stored(self, stacked: Mapping[str, Tensor], out: Tensor) -> Tensor:
         """Stored tensors [B, ...] of B weights of one shape -> out [B, n, k] of any float dtype: the bf16 values of
         `decode`, cast. The shapes are not checked: each weight came through `adopt`."""
+        if (kernels := self._decoders(out, next(iter(stacked.values())).device)) is not None:
+            self._decode_by(kernels, {leaf: t.unbind() for leaf, t in stacked.items()}, out, torch.bfloat16)
+            return out
         together = max(1, tile_elements(out.device) // (out.shape[1] * out.shape[2]))
         for i in range(0, len(out), together):
             some = {leaf: t[i : i + together] for leaf, t in stacked.items()}
             self._decode(some, out[i : i + together], torch.bfloat16)
         return out
 
+    def _decoders(self, out: Tensor, device: torch.device) -> Kernels | None:
+        """The Triton kernels that decode what lies on `device` to out [B, n, k]; None: PyTorch does."""
+        if out.dtype not in (torch.bfloat16, torch.float32) or not out.is_contiguous() or out.device != device:
+            return None
+        return self._kernels({"": out[0]}) if out.numel() else None
+
+    def _decode_by(
+        self, kernels: Kernels, stored: Mapping[str, Sequence[Tensor]], out: Tensor, dtype: torch.dtype
+    ) -> None:
+        """Stored tensors of each of B weights -> out [B, n, k], with values rounded to `dtype`."""
+        tiled = [leaf for leaf, kind in self.stored.items() if isinstance(kind, PerBlock)]
+        codes, scales = ([t.contiguous() for t in stored[leaf]] for leaf in tiled)
+        top = None if self.of_weight is None else torch.stack(list(stored[self.of_weight])).flatten()
+        kernels.decode(codes, scales, out.unbind(), top, rounded=self.bf16_values or dtype is torch.bfloat16)
+
     def _decode(self, stacked: Mapping[str, Tensor], out: Tensor, dtype: torch.dtype) -> None:
         """Stored tensors [B, ...] -> out [B, n, k], with values rounded to `dtype`."""
-        top = self._top({leaf: stacked[leaf] for leaf, kind in self.stored.items() if isinstance(kind, PerWeight)})
+        top = None if self.of_weight is None else stacked[self.of_weight].flatten()
         tiled = [(kind, stacked[leaf]) for leaf, kind in self.stored.items() if isinstance(kind, PerBlock)]
         shape = (out.shape[1], out.shape[2])
         for rows, columns in tiles(shape, self.block, tile_elements(out.device) // len(out)):
@@ -353,3 +440,22 @@ class Codec(ABC):
 
 def _cut(run: slice, per: int) -> slice:
     return slice(run.start // per, -(-run.stop // per))
+
+
+def _keep(done: dict[str, Tensor], names: Sequence[str], values: Sequence[Tensor]) -> None:
+    """Enters values, or copies them to the tensors that `done` has for their names."""
+    for name, value in zip(names, values, strict=True):
+        if name not in done:
+            done[name] = value
+        elif done[name] is not value:
+            done[name].copy_(value)
+
+
+def _on_device(w: Tensor) -> Tensor:
+    """A weight as kernels read it: bf16, contiguous, at a multiple of 16 bytes."""
+    w = w.detach().to(torch.bfloat16).contiguous()
+    return w if _is_plain(w) else w.clone()
+
+
+def _is_plain(w: Tensor) -> bool:
+    return w.dtype is torch.bfloat16 and w.is_contiguous() and w.data_ptr() % 16 == 0

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from quant.formats.codec import Codec
 from quant.formats.lookup import e4m3_values
+from quant.formats.scale_rules import E4M3_FINITE
 
-_FINITE = 1.875 * 2.0**127
 _INFINITE_BITS = 0x7F78  # of 1.9375 * 2^127 in bf16
 
 
 def within_e4m3(w: Tensor, bits: Tensor) -> Tensor:
     """bf16 weights and the bits of their blocks' amax -> weights clamped so that none overflows with power-of-two
     scales: from 1.9375 * 2^127 on e4m3 rounds up to 2^128."""
-    return w.clamp(-_FINITE, _FINITE) if int(bits.max()) >= _INFINITE_BITS else w
+    return w.clamp(-E4M3_FINITE, E4M3_FINITE) if int(bits.max()) >= _INFINITE_BITS else w
 
 
 class E4m3Codec(Codec):

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from quant.formats.codec import PerBlock
 from quant.formats.e4m3 import E4m3Codec, within_e4m3
-from quant.formats.minifloat import E4M3_MAX
+from quant.formats.scale_rules import E4M3_MAX, ZERO_BLOCK_AMAX
 from quant.formats.tiles import divide_
 from quant.spec import QuantFormat, QuantSpec
 
 SCALES = "weight_scale_inv"
-ZERO_BLOCK_AMAX = 1e-10  # a block of zeros gets a small positive scale: 0 / 0 would be NaN
 
 
 def ceil_to_power_of_two(s: Tensor) -> Tensor:

@@ -17,18 +17,18 @@ from torch import Tensor
 
 from quant.formats.codec import Codec, PerBlock, PerWeight
 from quant.formats.lookup import int4_values, pack_nibbles
+from quant.formats.scale_rules import INT4_GREATEST, INT4_LEAST, INT4_LEVELS
 from quant.formats.tiles import divide_, groups
 from quant.spec import QuantFormat, QuantSpec
 
-LEVELS = 7  # symmetric: -8 is never written, though it is read
-LEAST_SCALE = 1e-5
-_GREATEST_SCALE = 145 / 128 * 2.0**125  # 7 times the next bf16 number is infinite in bf16
 _OFFSET = 8
 _ROUNDS = 1.5 * 2.0**23  # the spacing of fp32 at this number is 1: adding it rounds, ties to even
 
 
 class Int4Codec(Codec):
     """The codec of `QuantFormat.INT4`."""
+
+    bf16_values = True  # the format's definition
 
     def __init__(self, spec: QuantSpec) -> None:
         if spec.format is not QuantFormat.INT4:
@@ -41,8 +41,8 @@ class Int4Codec(Codec):
         }
 
     def _choose(self, w: Tensor, bits: Tensor, top: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        scales = divide_(bits.view(torch.bfloat16).float(), LEVELS)
-        scales = scales.clamp_(LEAST_SCALE, _GREATEST_SCALE).to(torch.bfloat16)
+        scales = divide_(bits.view(torch.bfloat16).float(), INT4_LEVELS)
+        scales = scales.clamp_(INT4_LEAST, INT4_GREATEST).to(torch.bfloat16)
         x = w.to(torch.float32, memory_format=torch.contiguous_format)
         # the relative error of the bf16 scale is at most 2^-8, so no quotient reaches 7.5: no clamp is needed
         groups(x, self.block[1]).div_(scales.float()[..., None])
@@ -59,7 +59,6 @@ class Int4Codec(Codec):
 
     def _scaled(self, levels: Tensor, scales: tuple[Tensor, ...], top: Tensor | None, dtype: torch.dtype) -> Tensor:
         groups(levels, self.block[1]).mul_(scales[0].float()[..., None])
-        # the weight is defined as a bf16 value, for any dtype of computation
         return levels if dtype is torch.bfloat16 else levels.to(torch.bfloat16)
 
     def _whole(self, shape: tuple[int, ...], top: Tensor | None) -> dict[str, Tensor]:

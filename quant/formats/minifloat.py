@@ -1,4 +1,4 @@
-"""Largest values of small floats, and the values of E8M0 codes.
+"""Small floats, and the values of E8M0 codes.
 
 E4M3 ("fn": finite, no infinities) is 1 sign, 4 exponent (bias 7) and 3 mantissa bits: normal 2^-6 .. 448, subnormal
 multiples of 2^-9, NaN 0x7F and 0xFF (OCP 8-bit Floating Point Specification, section 5).
@@ -12,8 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-E4M3_MAX = 448.0
-E2M1_MAX = 6.0
 E8M0_NAN = 0xFF
 
 

@@ -23,12 +23,12 @@ from quant.formats.codec import Codec, PerBlock
 from quant.formats.e2m1 import E2m1Codec, e2m1_codes
 from quant.formats.e4m3 import E4m3Codec, within_e4m3
 from quant.formats.minifloat import e8m0_decode
+from quant.formats.scale_rules import ABOVE_448
 from quant.formats.tiles import groups
 from quant.spec import QuantFormat, QuantSpec
 
 GROUP = 32
 _MANTISSA_BITS = 7  # of bf16
-_ABOVE_448 = 0x1F  # carries a bf16 mantissa above that of 448 = 1.75 * 2^8 into the exponent
 _INVERSE = 254  # codes b and 254 - b stand for reciprocals
 
 
@@ -70,7 +70,7 @@ class Mxfp8Codec(_MxCodec, E4m3Codec):
         self.stored = {"weight": PerBlock(torch.float8_e4m3fn), self.scales: PerBlock(torch.uint8, 1, GROUP)}
 
     def _choose(self, w: Tensor, bits: Tensor, top: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        codes = ((bits + _ABOVE_448) >> _MANTISSA_BITS).sub_(8).clamp_(min=0).to(torch.uint8)
+        codes = ((bits + ABOVE_448) >> _MANTISSA_BITS).sub_(8).clamp_(min=0).to(torch.uint8)
         return _divided(within_e4m3(w, bits), codes), (codes,)
 
 

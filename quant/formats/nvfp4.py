@@ -29,7 +29,7 @@ from torch import Tensor
 
 from quant.formats.codec import PerBlock, PerWeight
 from quant.formats.e2m1 import E2m1Codec, e2m1_codes
-from quant.formats.minifloat import E2M1_MAX, E4M3_MAX
+from quant.formats.scale_rules import E2M1_MAX, E4M3_MAX
 from quant.formats.tiles import divide_, groups
 from quant.spec import QuantFormat, QuantSpec
 
@@ -111,9 +111,6 @@ class Nvfp4Codec(E2m1Codec):
         if top is not None:
             found[self.of_weight] = top[:, None] if self.divides else top
         return found
-
-    def _top(self, whole: Mapping[str, Tensor]) -> Tensor | None:
-        return whole[self.of_weight].flatten()
 
     def _accept(self, leaf: str, tensor: Tensor) -> Tensor:
         wanted = self.stored[leaf]
