@@ -55,8 +55,10 @@ STEPS = (
     Step(name="trainer", script="tests/gpu/test_trainer_cuda.py"),
     Step(name="embedded", script="tests/gpu/test_embedded_cuda.py"),
     Step(name="converted", script="tests/gpu/test_converted_cuda.py"),
+    Step(name="turns", script="tests/gpu/test_turns_cuda.py"),
     Step(name="demo", script="tests/gpu/test_demo_cuda.py"),
     Step(name="plan", script="tests/gpu/test_plan_cuda.py"),
+    Step(name="codec_rates", script="benchmarks/gpu_rates.py", arguments=("--only", "codecs")),
     Step(name="rates", script="benchmarks/gpu_rates.py"),
     Step(name="mfu", script="benchmarks/mfu.py", arguments=("--peak-tflops", "989")),
 )
