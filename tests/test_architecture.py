@@ -86,9 +86,10 @@ RULES = {
     "megatron_bridge.convert": f"{CONTRACTS} quant megatron_bridge.families megatron_bridge.convert.directory",
     "megatron_bridge.device": "megatron_bridge.config megatron_bridge.plan",
     "megatron_bridge.optim": "megatron_bridge.device megatron_bridge.plan",
+    "megatron_bridge.model.kernels": "quant.kernels",
     "megatron_bridge.model": "quant.exact routing_replay miles_like.types megatron_bridge.config"
     " megatron_bridge.families megatron_bridge.plan megatron_bridge.convert megatron_bridge.device"
-    " megatron_bridge.optim",
+    " megatron_bridge.optim megatron_bridge.model.kernels",
     "megatron_bridge.step": f"{CONTRACTS} quant routing_replay megatron_bridge.config megatron_bridge.families"
     " megatron_bridge.device megatron_bridge.optim megatron_bridge.model",
     "megatron_bridge.weights": f"{CONTRACTS} megatron_bridge.config megatron_bridge.families megatron_bridge.convert"

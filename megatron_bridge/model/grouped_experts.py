@@ -132,7 +132,7 @@ class LocalGroupedMLP(SequentialMLP):
         if mixed or any(getattr(linear, kind) for linear in linears for kind in _HOOKS) or _replaced(linears, runs):
             return torch.cat([linear(rows)[0] for linear, rows in zip(linears, runs, strict=True)])
         x, weights = input_of(linears[0], x), [weight_of(linear) for linear in linears]
-        out: Tensor = self.product(name, x, weights).apply(x, sizes, *weights)  # type: ignore[no-untyped-call]
+        out: Tensor = self.product(name, x, weights).apply(x, sizes, *weights)
         return out
 
 

@@ -301,7 +301,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _norm_for(x).apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        out: Tensor = _norm_for(x).apply(x, self.weight, self.eps)
         return out
 
 

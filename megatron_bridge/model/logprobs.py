@@ -60,7 +60,8 @@ class _LabelLogprobs(torch.autograd.Function):
         grad = grad / ctx.temperature  # [n, L]; logits were divided by the temperature
         if of_entropy is not None:
             of_entropy = (of_entropy / ctx.temperature)[:, None]
-        for a, b in _blocks(hidden, len(weight), ctx.memory, fused=ctx.fused):
+        of_logit = hidden.element_size() if ctx.fused else _BYTES
+        for a, b in _blocks(len(hidden), len(weight), ctx.memory, of_logit):
             if ctx.fused:
                 slope = F.linear(hidden, weight[a:b])
                 slope = _kernels().slope_in_place(slope, labels, a, ctx.temperature, lse, entropy, grad, of_entropy)
@@ -95,10 +96,9 @@ def _kernels() -> Any:
     return logits
 
 
-def _blocks(hidden: Tensor, share: int, memory: int, *, fused: bool) -> Iterator[tuple[int, int]]:
+def _blocks(rows: int, share: int, memory: int, of_logit: int = _BYTES) -> Iterator[tuple[int, int]]:
     """Ranges [a, b) of this rank's `share` of the vocabulary; a block's temporaries take at most `memory` bytes."""
-    of_logit = hidden.element_size() if fused else _BYTES
-    size = max(1, memory // (of_logit * max(len(hidden), 1)))
+    size = max(1, memory // (of_logit * max(rows, 1)))
     size -= size % 64 if size > 64 else 0  # matrix products are fastest at multiples of 64
     for a in range(0, share, size):
         yield a, min(a + size, share)
@@ -122,7 +122,7 @@ def _softmax_sums(
     top = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
     sums = torch.zeros(2 + labels.shape[1], len(hidden), device=hidden.device)
     fused = by_triton("logprobs", hidden)
-    for a, b in _blocks(hidden, len(weight), memory, fused=fused):
+    for a, b in _blocks(len(hidden), len(weight), memory, hidden.element_size() if fused else _BYTES):
         if fused:
             _kernels().add_block(F.linear(hidden, weight[a:b]), labels, a, temperature, top, sums)
             continue

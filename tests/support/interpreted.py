@@ -18,7 +18,10 @@ from typing import Any
 def _begin() -> None:
     import torch
 
+    from megatron_bridge.device.device import init_device
+
     torch.set_num_threads(1)
+    init_device()  # before a function imports megatron
 
 
 def _called(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:

@@ -17,8 +17,8 @@ from torch import Tensor
 _WIDEST = 2048  # elements that a program writes
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def sum_kernel(rows, places, ends, out, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def sum_kernel(rows, places, ends, out, width, BLOCK: tl.constexpr):
     """A program: BLOCK elements of one row of out [T, H]: the sum of rows [n, H] at places[ends[t] : ends[t + 1]]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -17,7 +17,7 @@ from torch import Tensor
 _WIDEST = 4096  # columns that a program reads at a time
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def sums_kernel(
     logits,
     labels,
@@ -30,7 +30,7 @@ def sums_kernel(
     temperature,
     label_count,
     BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """A program: one row of logits [n, c] added to top [n] and sums [2 + L, n]."""
     row = tl.program_id(0)
     own = logits + row.to(tl.int64) * stride
@@ -59,7 +59,7 @@ def sums_kernel(
             tl.store(into, tl.load(into) + tl.load(own + label).to(tl.float32) / temperature)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def slope_kernel(
     logits,
     labels,
@@ -74,7 +74,7 @@ def slope_kernel(
     label_count,
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """A program: BLOCK columns of one row of logits [n, c], replaced by their slope."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -18,8 +18,8 @@ _TILE = 1024  # elements that a program reads at a time, where a row is shorter
 _PROGRAMS = 1024  # of backward, each with its own sum of the weight's gradient
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def forward_kernel(x, weight, out, scales, rows, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def forward_kernel(x, weight, out, scales, rows, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """A program: ROWS rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
@@ -33,10 +33,10 @@ def forward_kernel(x, weight, out, scales, rows, width, eps, ROWS: tl.constexpr,
     tl.store(scales + row, scale, mask=row < rows)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def backward_kernel(
     x, weight, scales, grad, of_x, of_weight, rows, width, each, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """A program: `each` times ROWS consecutive rows, and their sum of the weight's gradient."""
     program = tl.program_id(0)
     column = tl.arange(0, WIDTH)

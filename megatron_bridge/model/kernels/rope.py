@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def rotate_kernel(
     x,
     cos,
@@ -28,7 +28,7 @@ def rotate_kernel(
     BACK: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """A program: one token's heads, both halves of their first dimensions."""
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]

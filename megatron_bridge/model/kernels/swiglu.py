@@ -16,8 +16,8 @@ from torch import Tensor
 _WIDEST = 1024  # elements that a program reads at a time
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def forward_kernel(h, weights, out, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def forward_kernel(h, weights, out, width, BLOCK: tl.constexpr):
     """A program: one row of h [T, 2F] -> out [T, F]."""
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row).to(tl.float32)
@@ -31,8 +31,8 @@ def forward_kernel(h, weights, out, width, BLOCK: tl.constexpr):  # type: ignore
         tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def backward_kernel(h, weights, grad, of_h, of_weights, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def backward_kernel(h, weights, grad, of_h, of_weights, width, BLOCK: tl.constexpr):
     """A program: one row's gradients of h and of its weight."""
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row).to(tl.float32)
@@ -55,7 +55,7 @@ def backward_kernel(h, weights, grad, of_h, of_weights, width, BLOCK: tl.constex
 
 
 def _block(width: int) -> int:
-    return min(_WIDEST, max(16, triton.next_power_of_2(width)))  # type: ignore[no-any-return]
+    return min(_WIDEST, max(16, triton.next_power_of_2(width)))
 
 
 class WeightedSwiGLU(torch.autograd.Function):

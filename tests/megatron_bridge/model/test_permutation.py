@@ -16,7 +16,7 @@ from megatron_bridge.model.permutation import row_order, sort_on_devices  # noqa
 
 
 def _routing(tokens: int, experts: int, seed: int) -> Tensor:
-    """[T, E] bool, rows with none to all experts; the first expert is nobody's."""
+    """[T, E] bool, rows with none to all experts; the first expert has no token."""
     g = torch.Generator().manual_seed(seed)
     routed = torch.rand(tokens, experts, generator=g) < torch.rand(tokens, 1, generator=g)
     routed[:, 0] = False

@@ -3,7 +3,6 @@ numbers, and a trainer's step as a whole. In fp32. Not covered: BF16's rounding,
 
 from __future__ import annotations
 
-import multiprocessing  # the file starts a process
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from tests.support.interpreted import as_on_a_device, interpreter
 
-assert multiprocessing
+pytestmark = pytest.mark.slow
 Pairs = list[tuple[Tensor, Tensor]]  # of a kernel, of plain PyTorch
 
 
@@ -196,7 +195,6 @@ def test_rows_spread_and_summed(interpreted: Callable[..., Any], tokens: int, wi
 
 def _step(where: Path) -> list[dict[str, float]]:
     """Metrics of a step computed by kernels, and of the same one by plain PyTorch."""
-    import megatron_bridge.trainer  # noqa: F401  it chooses the device before megatron is imported
     from tests.support import toy
     from tests.support.spawn import free_port
 
