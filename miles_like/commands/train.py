@@ -83,7 +83,7 @@ def demo(
     dry_run: DryRunOption = False,
     show_config: ShowConfigOption = False,
 ) -> None:
-    """Train a tiny model, on two CPU cores or one GPU, in all five stages, with the installed configuration and data."""
+    """Train a tiny model on two CPU cores, or on one GPU, in all five stages, with the installed configuration."""
     train(
         Path("tiny"),
         run_dir,
