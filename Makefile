@@ -9,8 +9,8 @@ VLLM := .venv-vllm
 RUN := runs/demo
 # of the demo: cpu, or cuda, one GPU
 DEVICE ?= cpu
-DEMO_cpu := configs/tiny.toml
-DEMO_cuda := configs/tiny_cuda.toml
+DEMO_cpu := scripts/run_deepseek.py --config configs/tiny.toml
+DEMO_cuda := -m miles_like.cli demo --device cuda
 # on two cores, because tests of processes wait now and then
 JOBS ?= 3
 
@@ -27,7 +27,7 @@ BUDGET := $(BIN)/python -m tests.support.budget
 OUT := build/tests
 
 demo: $(STAMP)
-	$(BIN)/python scripts/run_deepseek.py --config $(DEMO_$(DEVICE)) --run-dir $(RUN)
+	$(BIN)/python $(DEMO_$(DEVICE)) --run-dir $(RUN)
 
 # the documentation as a site in build/site; a warning, as for a link to nothing, is an error
 docs: $(VENV)/.docs

@@ -34,7 +34,7 @@ LIMIT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One process: a test file or a script of this repository, with its arguments."""
+    """One process: a test file, a script or a module of this repository, with its arguments."""
 
     name: str
     script: str
@@ -45,6 +45,8 @@ class Step:
         if Path(self.script).name.startswith("test_"):
             report = ["--junitxml", str(out / f"{self.name}.xml")]
             return [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *report, self.script]
+        if not self.script.endswith(".py"):
+            return [sys.executable, "-m", self.script, *self.arguments]
         return [sys.executable, self.script, *self.arguments]
 
 
@@ -57,6 +59,11 @@ STEPS = (
     Step(name="converted", script="tests/gpu/test_converted_cuda.py"),
     Step(name="turns", script="tests/gpu/test_turns_cuda.py"),
     Step(name="demo", script="tests/gpu/test_demo_cuda.py"),
+    Step(
+        name="verify",
+        script="miles_like",
+        arguments=("verify", "--config", "configs/tiny_cuda.toml", "--run-dir", "runs/verify_cuda", "--layers"),
+    ),
     Step(name="plan", script="tests/gpu/test_plan_cuda.py"),
     Step(name="codec_rates", script="benchmarks/gpu_rates.py", arguments=("--only", "codecs")),
     Step(name="rates", script="benchmarks/gpu_rates.py"),

@@ -69,10 +69,13 @@ RULES = {
     "rollout.publish.sources": f"{CONTRACTS} quant.registry rollout.publish rollout.sglang",
     "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds",
     "rollout.embedded.families": "",
-    "rollout.embedded.cache": "rollout.embedded.families",
-    "rollout.embedded.model": "miles_like.hf quant rollout.embedded.cache rollout.embedded.families rollout.wire",
+    "rollout.embedded.device": "rollout.embedded.families",
+    "rollout.embedded.cache": "rollout.embedded.device rollout.embedded.families",
+    "rollout.embedded.model": "miles_like.hf quant rollout.embedded.cache rollout.embedded.device"
+    " rollout.embedded.families rollout.wire",
     "rollout.embedded.updates": "miles_like.types rollout.wire",
-    "rollout.embedded.engine": "miles_like.types rollout.embedded.cache rollout.embedded.model rollout.wire",
+    "rollout.embedded.engine": "miles_like.types rollout.embedded.cache rollout.embedded.device rollout.embedded.model"
+    " rollout.wire",
     "rollout.embedded.ranks": "miles_like.hf quant rollout.embedded.cache rollout.embedded.model"
     " rollout.embedded.updates rollout.wire",
     "rollout.embedded.openai": "miles_like.hf miles_like.limits miles_like.types rollout.embedded.engine rollout.wire",

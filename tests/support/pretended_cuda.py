@@ -45,15 +45,15 @@ class DeviceError(AssertionError):
 
 
 class PretendedCuda(Tensor):
-    """`inner`: the CPU tensor with its values."""
+    """`on_host`: the CPU tensor that it stands for."""
 
-    inner: Tensor
+    on_host: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> PretendedCuda:
         # torch's C++ code, which has no CUDA here, takes it for a meta tensor
         with torch.inference_mode(False):  # a view of weights, which are not of inference, is not either
-            out: PretendedCuda = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            out: PretendedCuda = Tensor._make_wrapper_subclass(
                 cls,
                 inner.shape,
                 strides=inner.stride(),
@@ -61,7 +61,7 @@ class PretendedCuda(Tensor):
                 dtype=inner.dtype,
                 device=_META,
             )
-        out.inner = inner
+        out.on_host = inner
         return out
 
     @property
@@ -76,7 +76,7 @@ class PretendedCuda(Tensor):
         return f"PretendedCuda({list(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise DeviceError(f"{func} on a pretended device tensor outside of `pretended`")
 
 
@@ -85,7 +85,7 @@ class Pretended(TorchDispatchMode):
     `waits` counts the fetches."""
 
     def __init__(self, sends: set[tuple[str, str]], fetches: set[tuple[str, str]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sends, self.fetches = sends, fetches
         self._unchecked = False
         self.waits: Counter[str] = Counter()
@@ -176,7 +176,7 @@ def _composite(name: str) -> bool:
 
 
 def _inner(tree: Any) -> Any:
-    return tree_map(lambda t: t.inner if isinstance(t, PretendedCuda) else t, tree)
+    return tree_map(lambda t: t.on_host if isinstance(t, PretendedCuda) else t, tree)
 
 
 def _same_or_wrapped(func: Any, args: Any, kwargs: Any, out: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -41,10 +40,9 @@ def check_sizes(arch: Architecture) -> None:
 def use_cuda() -> None:
     """Sets this process up for its first visible device. Raises ValueError where there is none."""
     if not torch.cuda.is_available():
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ValueError(
-            f"--device cuda: PyTorch {torch.__version__} sees no CUDA device (CUDA_VISIBLE_DEVICES = {seen!r}): choose "
-            "--device cpu, or start the server where there is one"
+            f"--device cuda: PyTorch {torch.__version__} sees no CUDA device: choose --device cpu, or start the server "
+            "where there is one, with a PyTorch for it"
         )
     # sums of products in fp32 to the end, as on CPU: partial sums would be rounded to bfloat16
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
