@@ -487,6 +487,9 @@ class PublishReport:
     whole_bytes: int | None = None  # of the tensors that a publication of all would send; None: this is one
     failed: tuple[ServerFault, ...] = ()  # servers that the publication has left out; the others serve the version
     directory: Path | None = None  # written, and not yet loaded by a server; None: the servers have the weights
+    triton: float | None = (
+        None  # share of rank 0's encoded weights that Triton kernels encoded; None: none were encoded
+    )
 
     def followed_by(self, later: PublishReport) -> PublishReport:
         """Both publications of one version as one: their bytes and seconds are added, the rest is the later one's."""
