@@ -482,8 +482,7 @@ class PublishReport:
     bytes: int  # sent to each server, of tensors; base64, and one copy per SGLang rank, make the transfer larger
     seconds: float  # of the whole publication
     pause_seconds: float  # of these, while the servers generated nothing
-    # of each rank of a server: tensor name -> hash of the loaded tensor, equal on all servers; (): not requested
-    checksums: tuple[Mapping[str, str], ...] = ()
+    checksums: tuple[Mapping[str, str], ...] = ()  # of a server's ranks: name -> hash of the loaded tensor; (): unasked
     whole_bytes: int | None = None  # of the tensors that a publication of all would send; None: this is one
     failed: tuple[ServerFault, ...] = ()  # servers that the publication has left out; the others serve the version
     directory: Path | None = None  # written, and not yet loaded by a server; None: the servers have the weights
