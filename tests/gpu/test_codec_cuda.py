@@ -18,7 +18,7 @@ from quant.registry import CODECS, make_codec
 from quant.spec import QuantFormat, QuantSpec
 from tests.support.interpreted_codecs import NAME, SPECS, bundles, random_codes, same, same_numbers
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]  # Triton starts compilers
 
 
 @pytest.fixture(params=["torch", "triton"])
