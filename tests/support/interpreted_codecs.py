@@ -40,6 +40,7 @@ SPECS = {
     "nvfp4": QuantSpec(format=QuantFormat.NVFP4),
     "nvfp4 of modelopt": QuantSpec(format=QuantFormat.NVFP4, convention="modelopt"),
 }
+DIVISION = "division next to the middles of codes"
 IN_GROUPS = (11, 384)  # of every group; more than one program
 
 
@@ -206,8 +207,18 @@ def as_on_a_gpu() -> None:
     interpreter.InterpreterBuilder.create_fma = fused
 
 
-if __name__ == "__main__":
+def main() -> None:
+    from tests.support import triton_division
+
     as_on_a_gpu()
     np.seterr(all="ignore")
     torch.set_num_threads(1)
-    print(json.dumps({case: list(different(make_codec(SPECS[case]))) for case in sys.argv[1:] or SPECS}))
+    found = {case: list(different(make_codec(SPECS[case]))) for case in sys.argv[1:] or SPECS}
+    if not sys.argv[1:]:
+        middles = triton_division.MIDDLES.items()
+        found[DIVISION] = [f"{n} codes of {kind}" for kind, m in middles if (n := triton_division.different(m))]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from tests.support.interpreted_codecs import SPECS
+from tests.support.interpreted_codecs import DIVISION, SPECS
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,6 @@ def found() -> dict[str, list[str]]:
     return different
 
 
-@pytest.mark.parametrize("case", list(SPECS))
+@pytest.mark.parametrize("case", [*SPECS, DIVISION])
 def test_codes_scales_and_values_are_the_plain_codecs(found: dict[str, list[str]], case: str) -> None:
     assert found[case] == []
