@@ -482,11 +482,13 @@ class PublishReport:
     bytes: int  # sent to each server, of tensors; base64, and one copy per SGLang rank, make the transfer larger
     seconds: float  # of the whole publication
     pause_seconds: float  # of these, while the servers generated nothing
-    # of each rank of a server: tensor name -> hash of the loaded tensor, equal on all servers; (): not requested
-    checksums: tuple[Mapping[str, str], ...] = ()
+    checksums: tuple[Mapping[str, str], ...] = ()  # of a server's ranks: name -> hash of the loaded tensor; (): unasked
     whole_bytes: int | None = None  # of the tensors that a publication of all would send; None: this is one
     failed: tuple[ServerFault, ...] = ()  # servers that the publication has left out; the others serve the version
     directory: Path | None = None  # written, and not yet loaded by a server; None: the servers have the weights
+    triton: float | None = (
+        None  # share of rank 0's encoded weights that Triton kernels encoded; None: none were encoded
+    )
 
     def followed_by(self, later: PublishReport) -> PublishReport:
         """Both publications of one version as one: their bytes and seconds are added, the rest is the later one's."""

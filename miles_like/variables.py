@@ -50,6 +50,7 @@ _WORLD = (
     "MASTER_PORT",
 )
 _OWN_PREFIXES = ("RAY_", "MILES_LIKE_", "TORCHELASTIC_")
+_SETTABLE = ("MILES_LIKE_TRITON",)  # quant.kernels.choice reads it in each process
 
 
 def is_secret(name: str) -> bool:
@@ -105,7 +106,7 @@ def _owner(name: str) -> str | None:
     """What sets the variable in place of the user; None where the user may."""
     if name in _DEVICES:
         return "the placement gives each process its GPUs"
-    if name in _WORLD or name.startswith(_OWN_PREFIXES):
+    if name in _WORLD or (name.startswith(_OWN_PREFIXES) and name not in _SETTABLE):
         return "the run sets it in every process that needs it"
     if name in INTERPRETER:
         return "it would change which packages a Python finds (rollout.sglang.python names the engine's interpreter)"

@@ -16,6 +16,7 @@ from miles_like.cluster.pacing import Pacer
 from miles_like.cluster.rank_weights import RankWeights
 from miles_like.protocols import RankTrainer, WeightPublisher
 from miles_like.types import MicroBatch, PlannedMicroBatch, PublishReport, Scored, StepReport
+from quant.kernels.tally import ENCODED
 from rollout.publish.sources.publisher import SourcesPublisher
 from routing_replay.align import ShardSpec
 from routing_replay.rank_routes import RankRoutes
@@ -89,6 +90,11 @@ class Rank:
         self.trainer.load_copy(name, path)
 
     def publish(self, version: int) -> PublishReport:
+        before = ENCODED.now()
+        report = self._publish(version)
+        return replace(report, triton=ENCODED.share_since(before))
+
+    def _publish(self, version: int) -> PublishReport:
         assert self.publisher is not None, "publish before connect"
         self._publications += 1
         with self.trainer.parameters():

@@ -160,6 +160,7 @@ class Recorder:
             "perf/pause_s": report.pause_seconds,
             "sync/bytes": float(report.bytes),
             "sync/seconds": report.seconds,
+            **({} if report.triton is None else {"sync/triton": report.triton}),
             **({} if report.whole_bytes is None else {"sync/delta_frac": report.bytes / report.whole_bytes}),
             **stats.metrics(),
             "perf/rollout_s": rollout_s,

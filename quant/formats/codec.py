@@ -21,6 +21,7 @@ from torch import Tensor
 from quant.formats.quant_tensor import Layout, PerBlock, PerWeight, QuantTensor
 from quant.formats.tiles import amax_bits, tile_elements, tiles
 from quant.kernels.choice import uses_triton
+from quant.kernels.tally import ENCODED
 from quant.spec import QuantSpec
 
 if TYPE_CHECKING:
@@ -168,6 +169,11 @@ class Codec(ABC):
             kernels = self._kernels(some)
             encoded = self._encode(some, top) if kernels is None else self._encode_by(kernels, some, top)
             done |= dict(zip(some, encoded, strict=True))
+            size = sum(w.numel() for w in some.values())
+            if kernels is None:
+                ENCODED.torch += size
+            else:
+                ENCODED.triton += size
         return {name: done[name] for name in bundle}
 
     def _encode(self, some: Mapping[str, Tensor], top: Tensor | None) -> Iterator[QuantTensor]:

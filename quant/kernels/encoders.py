@@ -32,6 +32,8 @@ _INFINITY = tl.constexpr(0x7F800000)
 _GREATEST = tl.constexpr(scale_rules.INT4_GREATEST)
 _LEAST = tl.constexpr(scale_rules.INT4_LEAST)
 _LEVELS = tl.constexpr(float(scale_rules.INT4_LEVELS))
+TINY = 2.0**-60  # weights whose NVFP4 scale is smaller may have subnormal multipliers
+_TINY = tl.constexpr(TINY)
 _RAISES = tl.constexpr(2.0**64)
 _ZERO_BLOCK = tl.constexpr(scale_rules.ZERO_BLOCK_AMAX)
 
@@ -139,9 +141,9 @@ def encode_rows8(
 
 
 @triton.jit
-def _nvfp4_scale(top, whole, DIVIDES: tl.constexpr, RAISED: tl.constexpr):
+def _nvfp4_scale(top, whole, raises, DIVIDES: tl.constexpr):
     """Amax of groups and the stored scale of the weight -> their e4m3 scales as fp32, the multipliers of codes, and
-    what quotients are computed with: the multiplier and its reciprocal, both raised where they may be subnormal."""
+    what quotients are computed with: the multiplier times `raises`, and the reciprocal of that."""
     x = tl.div_rn(top, _E2M1_MAX)
     if DIVIDES:
         scale = e4m3_nearest(tl.minimum(x * whole, _E4M3_MAX))
@@ -150,9 +152,7 @@ def _nvfp4_scale(top, whole, DIVIDES: tl.constexpr, RAISED: tl.constexpr):
         scale = e4m3_nearest(tl.minimum(tl.div_rn(x, whole), _E4M3_MAX))
         factor = scale * whole
     some = factor > 0
-    by = tl.where(some, factor, 1.0)
-    if RAISED:
-        by = by * _RAISES
+    by = tl.where(some, factor, 1.0) * raises
     return scale, factor, by, tl.where(some, tl.div_rn(1.0, by), 0.0)
 
 
@@ -172,7 +172,7 @@ def encode_rows4(
 ):
     """Codes of four bits with a scale for each GROUP columns of a row: "int4", "mxfp4" or "nvfp4". TILE groups a
     program. NVFP4: `tops` fp32 [B] is each weight's scale as stored, by which codes' values are divided or multiplied;
-    RAISED: weights are so small that their scales may be subnormal."""
+    RAISED: some of the weights are so small that their multipliers may be subnormal."""
     g = tl.program_id(0) * TILE + tl.arange(0, TILE)
     half: tl.constexpr = GROUP // 2
     at, some = g[:, None] * half + tl.arange(0, half)[None, :], g < groups
@@ -192,9 +192,14 @@ def encode_rows4(
         by, inverse = factor[:, None], tl.div_rn(1.0, factor)[:, None]
         first, second = divided(lo, by, inverse), divided(hi, by, inverse)
     else:
-        scale, factor, by, inverse = _nvfp4_scale(top, tl.load(tops + tl.program_id(1)), DIVIDES, RAISED)
+        whole = tl.load(tops + tl.program_id(1))
+        if RAISED:
+            least = tl.div_rn(1.0, whole) if DIVIDES else whole
+            raises = tl.where(least < _TINY, _RAISES, 1.0)
+        else:
+            raises = 1.0
+        scale, factor, by, inverse = _nvfp4_scale(top, whole, raises, DIVIDES)
         by, inverse = by[:, None], inverse[:, None]
-        raises: tl.constexpr = _RAISES if RAISED else 1.0
         first, second = divided(lo * raises, by, inverse), divided(hi * raises, by, inverse)
     if FAKE:
         if FORMAT == "int4":
@@ -202,8 +207,8 @@ def encode_rows4(
         else:
             first, second = e2m1_level(lo, first), e2m1_level(hi, second)
         values = tl.interleave(first * factor[:, None], second * factor[:, None]).to(tl.bfloat16)
-        whole = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        tl.store(_pointer(table, 1, tl.bfloat16, ALIGNED) + whole, values, mask=inside)
+        columns = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        tl.store(_pointer(table, 1, tl.bfloat16, ALIGNED) + columns, values, mask=inside)
     else:
         codes = int4_byte(first, second) if FORMAT == "int4" else e2m1_byte(word, first, second)
         tl.store(_pointer(table, 1, tl.uint8, ALIGNED) + at, codes.to(tl.uint8), mask=inside)

@@ -26,7 +26,6 @@ _BLOCK_WARPS = 8  # of such a program, for blocks of more than 4,096 weights
 _TILE = 1 << 12  # weights of a program of the other kernels
 _WARPS = 4
 _LAST = 1 << 31  # weights and codes are counted in int32
-_TINY = 2.0**-60  # scales of NVFP4 below it may make subnormal multipliers
 _OUT = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _FOUR_BITS = ("int4", "mxfp4", "nvfp4")
 _EXACT: dict[str, Any] = {"enable_fp_fusion": False}  # each operation is rounded, as PyTorch's are
@@ -80,7 +79,7 @@ class Kernels:
             elif self.format not in _FOUR_BITS:
                 self._along_rows(encoders.encode_rows8, w, len(tensors), table, flags, **rest)
             else:
-                raised = tops is not None and bool((tops.reciprocal() if self.divides else tops).min() < _TINY)
+                raised = tops is not None and bool((tops.reciprocal() if self.divides else tops).min() < encoders.TINY)
                 scales = flags if tops is None else _sent(tops, w.device)
                 rest |= {"DIVIDES": self.divides, "RAISED": raised}
                 self._along_rows(encoders.encode_rows4, w, len(tensors), table, flags, scales, **rest)

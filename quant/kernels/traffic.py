@@ -47,7 +47,7 @@ def traffics() -> Iterator[Traffic]:
 
 
 def table(weights: int, bandwidths: Mapping[str, float]) -> list[str]:
-    """Rows of a Markdown table: bytes, and microseconds for `weights` weights at the `bandwidths` of devices, bytes/s."""
+    """Rows of a Markdown table: bytes, and microseconds for `weights` weights at devices' `bandwidths`, bytes/s."""
     rows = [
         f"| | bytes moved for each weight | over bytes needed | {' | '.join(f'{d}, µs' for d in bandwidths)} |",
         "|---" * (3 + len(bandwidths)) + "|",

@@ -7,6 +7,7 @@ import pytest
 
 from miles_like.config.load import dump_config, load_config
 from miles_like.variables import is_secret, read_variables
+from quant.kernels.choice import VARIABLE
 from tests.support.refusals import refuses
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.toml"
@@ -70,6 +71,10 @@ def test_a_secret_in_a_file_is_refused_and_not_repeated(table: str, value: str) 
 def test_a_variable_that_the_run_sets_is_refused(name: str) -> None:
     with refuses(ValueError, f"cluster.env.{name}"):
         load_config(TINY, [f"cluster.env.{name}=0"])
+
+
+def test_the_choice_of_kernels_can_be_set() -> None:
+    assert load_config(TINY, ["cluster.env.MILES_LIKE_TRITON=0"]).cluster.env == {VARIABLE: "0"}
 
 
 @pytest.mark.parametrize("name", ["A-B", "1A", "", "A B", "A=B"])

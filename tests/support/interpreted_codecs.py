@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,8 @@ SPECS = {
     "nvfp4": QuantSpec(format=QuantFormat.NVFP4),
     "nvfp4 of modelopt": QuantSpec(format=QuantFormat.NVFP4, convention="modelopt"),
 }
-IN_GROUPS = (37, 384)  # more than one program, of every group
+DIVISION = "division next to the middles of codes"
+IN_GROUPS = (11, 384)  # of every group; more than one program
 
 
 def kinds_of_weights(shape: tuple[int, int]) -> dict[str, Tensor]:
@@ -67,48 +68,53 @@ def kinds_of_weights(shape: tuple[int, int]) -> dict[str, Tensor]:
     }
 
 
-def bundles(codec: Codec) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Kind -> weights that are encoded together."""
+def bundles(codec: Codec) -> Iterator[dict[str, Tensor]]:
+    """Weights that are encoded together, in one launch for each shape; the parts of their names say what they are."""
     bn, bk = codec.block
     # ragged: no multiple of a block, nor of the 16 that Triton specializes kernels for
-    shape = (bn + bn // 2, bk + 11) if bn > 1 else (IN_GROUPS[0], IN_GROUPS[1] // bk * bk)
-    made = kinds_of_weights(shape)
-    for i, (kind, w) in enumerate(made.items()):
-        yield kind, {NAME.format(i, "down_proj"): w}
+    made = kinds_of_weights((bn + bn // 2, bk + 11) if bn > 1 else (IN_GROUPS[0], IN_GROUPS[1] // bk * bk))
+    yield {NAME.format(kind, "down_proj"): w for kind, w in made.items()}
     w = made["gaussian"]
-    yield "fp32", {NAME.format(0, "down_proj"): w.float() * 1.0001}
-    yield "strided", {NAME.format(0, "down_proj"): torch.stack([w, w], 2)[:, :, 1]}
-    yield "not at 16 bytes", {NAME.format(0, "down_proj"): torch.cat([w.flatten()[:1], w.flatten()])[1:].view(w.shape)}
     several = {NAME.format(i, p): w * (i + 1) for i, p in itertools.product(range(2), ("gate_proj", "up_proj"))}
-    yield "several", several | {NAME.format(0, "down_proj"): made["spread"][: bn + 1, :bk]}
+    yield several | {
+        NAME.format("fp32", "down_proj"): w.float() * 1.0001,
+        NAME.format("strided", "down_proj"): torch.stack([w, w], 2)[:, :, 1],
+        NAME.format("not_at_16_bytes", "down_proj"): torch.cat([w.flatten()[:1], w.flatten()])[1:].view(w.shape),
+        NAME.format("of_another_shape", "down_proj"): made["spread"][: bn + 1, :bk],
+    }
 
 
 def different(codec: Codec) -> Iterator[str]:
     """What kernels compute otherwise than plain PyTorch does."""
-    for kind, bundle in bundles(codec):
+    for bundle in bundles(codec):
         plain, by_kernel = both(codec, lambda b=bundle: codec.encode(b))  # type: ignore[misc]
         for name, q in plain.items():
             for leaf, part in q.stored.items():
                 if not same(part, by_kernel[name].stored[leaf]):
-                    yield f"{leaf} of {kind}"
-            for dtype in (torch.bfloat16, torch.float32):
-                if not same(*both(codec, lambda q=q, dtype=dtype: codec.decode(q, dtype))):  # type: ignore[misc]
-                    yield f"{kind} decoded to {dtype}"
-        yield from stacks_different(codec, kind, list(plain.values()))
+                    yield f"{leaf} of {name}"
+        yield from stacks_different(codec, plain)
         plain, by_kernel = both(codec, lambda b=bundle: codec.fake(b))  # type: ignore[misc]
-        yield from (f"fake {kind}" for name in plain if not same(plain[name], by_kernel[name]))
+        yield from (f"fake {name}" for name in plain if not same(plain[name], by_kernel[name]))
     yield from codes_different(codec)
     yield from refusals_different(codec)
 
 
-def stacks_different(codec: Codec, kind: str, qs: list[QuantTensor]) -> Iterator[str]:
-    """Of stored tensors of one shape in one tensor each, as the embedded engine has them."""
-    alike = [q for q in qs if q.shape == qs[0].shape]
-    stacked = {leaf: torch.stack([q.stored[leaf] for q in alike]) for leaf in alike[0].stored}
-    for dtype in (torch.bfloat16, torch.float32, torch.float16):
-        out = [torch.empty(len(alike), *qs[0].shape, dtype=dtype) for _ in range(2)]
-        if not same(*both(codec, lambda out=out: codec.decode_stored(stacked, out.pop()))):  # type: ignore[misc]
-            yield f"{kind} stacked, decoded to {dtype}"
+def stacks_different(codec: Codec, encoded: Mapping[str, QuantTensor]) -> Iterator[str]:
+    """Of weights of one shape, one by one or in one tensor for each leaf, as the embedded engine has them."""
+    shape = next(iter(encoded.values())).shape
+    alike = {name: q for name, q in encoded.items() if q.shape == shape}
+    stacked = {leaf: torch.stack([q.stored[leaf] for q in alike.values()]) for leaf in codec.stored}
+    qs = list(alike.values())
+    ways: dict[str, Callable[[], Tensor]] = {
+        "bf16": lambda: codec.decode_stack(qs),
+        "fp32": lambda: codec.decode_stack(qs, torch.float32),
+        "bf16 in fp32": lambda: codec.decode_stored(stacked, torch.empty(len(qs), *shape)),
+    }
+    for way, decode in ways.items():
+        plain, by_kernel = both(codec, decode)
+        for name, one, other in zip(alike, plain, by_kernel, strict=True):
+            if not same(one, other):
+                yield f"{name} decoded to {way}"
 
 
 def random_codes(codec: Codec) -> QuantTensor:
@@ -123,23 +129,21 @@ def random_codes(codec: Codec) -> QuantTensor:
 
 def codes_different(codec: Codec) -> Iterator[str]:
     q = random_codes(codec)
-    for dtype in (torch.bfloat16, torch.float32):
-        plain, by_kernel = both(codec, lambda dtype=dtype: codec.decode(q, dtype))  # type: ignore[misc]
-        if not same_numbers(plain, by_kernel):
-            yield f"random codes decoded to {dtype}"
+    plain, by_kernel = both(codec, lambda: codec.decode(q, torch.float32))
+    if not same_numbers(plain, by_kernel):
+        yield "random codes"
 
 
 def refusals_different(codec: Codec) -> Iterator[str]:
     """Of a weight with a NaN or an infinity beside a good one: both ways name it."""
     shape = (5, codec.block[1] * 2)
-    for value in (float("nan"), -float("inf")):
+    for value, act in ((float("nan"), codec.encode), (-float("inf"), codec.fake)):
         good, bad = torch.ones(shape), torch.ones(shape)
         bad[3, -1] = value
         bundle = {NAME.format(i, "down_proj"): w for i, w in enumerate((good, bad))}
-        for act in (codec.encode, codec.fake):
-            said = both(codec, lambda act=act, bundle=bundle: refusal(act, bundle))  # type: ignore[misc]
-            if said[0] != said[1] or NAME.format(1, "down_proj") not in said[0]:
-                yield f"refusals {said}"
+        answers = both(codec, lambda act=act, bundle=bundle: refusal(act, bundle))  # type: ignore[misc]
+        if answers[0] != answers[1] or NAME.format(1, "down_proj") not in answers[0]:
+            yield f"refusals {answers}"
 
 
 def refusal(act: Callable[..., Any], bundle: dict[str, Tensor]) -> str:
@@ -203,8 +207,18 @@ def as_on_a_gpu() -> None:
     interpreter.InterpreterBuilder.create_fma = fused
 
 
-if __name__ == "__main__":
+def main() -> None:
+    from tests.support import triton_division
+
     as_on_a_gpu()
     np.seterr(all="ignore")
     torch.set_num_threads(1)
-    print(json.dumps({case: list(different(make_codec(SPECS[case]))) for case in sys.argv[1:] or SPECS}))
+    found = {case: list(different(make_codec(SPECS[case]))) for case in sys.argv[1:] or SPECS}
+    if not sys.argv[1:]:
+        middles = triton_division.MIDDLES.items()
+        found[DIVISION] = [f"{n} codes of {kind}" for kind, m in middles if (n := triton_division.different(m))]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -48,6 +48,7 @@ STARTERS = (
     "tests.support.reader",
     "tests.support.spawn.run_ranks",
     "tests.support.spawn.warm_context",
+    "tests.support.triton_aot.compiled",
 )
 _MARKED = re.compile(r"mark\.slow|\bchecked\(")  # tests/support/chosen.py
 _LAST_WORDS = re.compile(rf"\b({'|'.join(name.rpartition('.')[2] for name in STARTERS)})\b")

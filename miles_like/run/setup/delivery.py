@@ -87,6 +87,7 @@ class DirectoryDelivery:
             pause_seconds=sent.pause_seconds,
             checksums=sent.checksums,
             failed=sent.failed,
+            triton=written.triton,
         )
 
     async def publish(self, version: int) -> PublishReport:

@@ -23,7 +23,7 @@ from miles_like.loop.feed import NO_MORE
 from miles_like.loop.recorder import Recorder
 from miles_like.report.progress import PhaseBar
 from miles_like.stopping import Stopped
-from miles_like.types import Prompt, SampleGroup, TrainBatch
+from miles_like.types import Prompt, PublishReport, SampleGroup, TrainBatch
 from tests.support.loop_world import World, group
 from tests.support.refusals import Facts, refuses
 
@@ -289,4 +289,14 @@ def test_every_row_has_the_timings(tmp_path: Path) -> None:
     assert row["perf/rollout_s"] >= 0.009
     assert row["perf/train_s"] >= 0.009
     assert row["perf/step_s"] >= row["perf/rollout_s"] + row["perf/train_s"] - 1e-3
-    assert row["sync/bytes"] == 3
+    assert row["sync/bytes"] == 3 and "sync/triton" not in row
+
+
+def test_a_row_has_the_share_that_triton_encoded() -> None:
+    class Encoding(World):
+        async def publish(self, *, version: int) -> PublishReport:
+            return replace(await super().publish(version=version), triton=0.75)
+
+    world = Encoding()
+    world.run(1)
+    assert world.rows[-1][1]["sync/triton"] == 0.75

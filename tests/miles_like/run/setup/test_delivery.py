@@ -24,9 +24,8 @@ class Disk:
 
     async def write(self, version: int) -> PublishReport:
         self.log.append(f"write {version}")
-        return PublishReport(
-            version=version, bytes=7, seconds=2.0, pause_seconds=0.0, directory=Path(f"version_{version}")
-        )
+        directory = Path(f"version_{version}")
+        return PublishReport(version=version, bytes=7, seconds=2.0, pause_seconds=0.0, directory=directory, triton=0.25)
 
     def loads_of(self, urls: Sequence[str], joins: bool) -> Any:
         return Loads(self.log, urls, joins)
@@ -71,6 +70,7 @@ def test_a_version_is_written_once_and_loaded_by_whom_it_is_for() -> None:
     assert [f.url for f in first.failed] == ["a"] and not joined.failed
     assert first.seconds >= 2.0 > joined.seconds and later.seconds >= 2.0
     assert (first.version, later.version, first.bytes, first.pause_seconds) == (1, 2, 7, 0.5)
+    assert first.triton == joined.triton == 0.25, "of the writing"
 
 
 def test_another_version_than_the_one_written_is_not_loaded() -> None:
