@@ -50,6 +50,10 @@ class Step:
         return [sys.executable, self.script, *self.arguments]
 
 
+ON_A_GPU = (  # as `miles-like demo --device cuda` sets it
+    *("--set", "cluster.gpus_per_node=1", "--set", "parallel.dp=1", "--set", "parallel.ep=1"),
+    *("--set", "kernels.spec=local", "--set", "rollout.embedded.device=cuda"),
+)
 STEPS = (
     Step(name="codecs", script="tests/gpu/test_codec_cuda.py"),
     Step(name="handles", script="tests/gpu/test_handles_cuda.py"),
@@ -62,7 +66,15 @@ STEPS = (
     Step(
         name="verify",
         script="miles_like",
-        arguments=("verify", "--config", "configs/tiny_cuda.toml", "--run-dir", "runs/verify_cuda", "--layers"),
+        arguments=(
+            "verify",
+            "--config",
+            "configs/tiny_bf16.toml",
+            "--run-dir",
+            "runs/verify_cuda",
+            "--layers",
+            *ON_A_GPU,
+        ),
     ),
     Step(name="plan", script="tests/gpu/test_plan_cuda.py"),
     Step(name="codec_rates", script="benchmarks/gpu_rates.py", arguments=("--only", "codecs")),
