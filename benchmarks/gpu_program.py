@@ -54,6 +54,7 @@ ON_A_GPU = (  # as `miles-like demo --device cuda` sets it
     *("--set", "cluster.gpus_per_node=1", "--set", "parallel.dp=1", "--set", "parallel.ep=1"),
     *("--set", "kernels.spec=local", "--set", "rollout.embedded.device=cuda"),
 )
+SHORT = ("--set", "model.make.max_steps=50")  # of the warm-up: any weights will do
 STEPS = (
     Step(name="codecs", script="tests/gpu/test_codec_cuda.py"),
     Step(name="handles", script="tests/gpu/test_handles_cuda.py"),
@@ -74,6 +75,7 @@ STEPS = (
             "runs/verify_cuda",
             "--layers",
             *ON_A_GPU,
+            *SHORT,
         ),
     ),
     Step(name="plan", script="tests/gpu/test_plan_cuda.py"),
