@@ -39,7 +39,6 @@ class Step:
     name: str
     script: str
     arguments: tuple[str, ...] = ()
-    shows: tuple[str, ...] = ()  # keys of its facts that the page has; empty: all numbers
 
     def command(self, out: Path) -> list[str]:
         if Path(self.script).name.startswith("test_"):
@@ -201,19 +200,36 @@ def rows(results: dict[str, Any]) -> list[str]:
     outcomes = [Outcome(**x) for x in results["steps"].values()]
     lines = [f"{results['device']}; " + ", ".join(f"{k} {v}" for k, v in results["versions"].items()) + ".", ""]
     lines += ["| step | seen | seconds |", "|---|---|---|"]
-    lines += [f"| `{o.name}`: `{o.command}` | {o.verdict()} | {o.seconds:.0f} |" for o in outcomes]
-    shows = {step.name: step.shows for step in STEPS}
-    facts = [(o.name, key, value) for o in outcomes for fact in o.facts for key, value in _flat(fact)]
-    kept = [(n, k, v) for n, k, v in facts if not shows.get(n) or k.split(".")[0] in shows[n]]
-    if kept:
+    ran = {step.name: " ".join([step.script, *step.arguments]) for step in STEPS}
+    lines += [f"| `{o.name}`: `{ran.get(o.name, o.command)}` | {o.verdict()} | {o.seconds:.0f} |" for o in outcomes]
+    facts = [(o.name, *one) for o in outcomes for fact in o.facts for one in _together(dict(_flat(fact)))]
+    if facts:
         lines += ["", "| step | figure | value |", "|---|---|---|"]
-        lines += [f"| `{name}` | {key} | {value} |" for name, key, value in kept]
+        lines += [f"| `{name}` | {key} | {value} |" for name, key, value in facts]
     return lines
+
+
+def _together(figures: dict[str, str]) -> list[tuple[str, str]]:
+    """Figures whose names differ in the last part before the unit ("fp8, Triton, encode, GB/s") as one row."""
+    out: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for key, value in figures.items():
+        parts = key.removeprefix("figures.").split(", ")
+        *of, kind, unit = parts if len(parts) > 2 else [*parts, "", ""]
+        out.setdefault((", ".join(of), unit), []).append((kind, value))
+    return [
+        (
+            " ".join(filter(None, [of, ", ".join(filter(None, (k for k, _ in found))), unit])),
+            ", ".join(v for _, v in found),
+        )
+        for (of, unit), found in out.items()
+    ]
 
 
 def _flat(fact: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
     """(key, value) of the numbers, words and short lists of a fact; keys of nested objects are joined by a dot."""
     for key, value in fact.items():
+        if key in ("name", "goals", "holds"):  # of a benchmark's last line
+            continue
         if isinstance(value, dict):
             yield from _flat(value, f"{above}{key}.")
         elif isinstance(value, list):
@@ -235,7 +251,8 @@ def main() -> int:
         found = [json.loads(path.read_text()) for path in args.write]
         steps = {name: outcome for one in found for name, outcome in one["steps"].items()}
         ordered = {step.name: steps[step.name] for step in STEPS if step.name in steps}
-        write_block(PAGE, SCRIPT, rows({**found[0], "steps": ordered}), line=found[0]["provenance"])
+        commits = list(dict.fromkeys(one["provenance"] for one in found))
+        write_block(PAGE, SCRIPT, rows({**found[0], "steps": ordered}), line="; ".join(commits))
         return 0
     import torch
 

@@ -60,4 +60,4 @@ def test_the_page_has_a_row_for_each_step_and_for_each_figure(program: ModuleTyp
         "|---|---|---|",
         "| `rates` | a.b | 0.5, 2 |",
     ]
-    assert "| `rates`: `python x.py` | **failed**, status 1 | 3 |" in program.rows(results)
+    assert "| `rates`: `benchmarks/gpu_rates.py` | **failed**, status 1 | 3 |" in program.rows(results)
