@@ -1,6 +1,6 @@
 """The prompts of a run from one or several sources, tokenized once and issued in a reproducible order.
 
-They stay on disk: memory holds fewer than 50 bytes a prompt, its place in a file and a hash of its id.
+They stay on disk: memory holds some 50 bytes a prompt, its place in a file and a hash of its id.
 """
 
 from __future__ import annotations

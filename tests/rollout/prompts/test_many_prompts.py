@@ -156,7 +156,7 @@ def test_a_fault_is_at_the_same_place_however_little_is_read_at_a_time(
 def test_text_that_is_not_utf8_is_at_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A character in two pieces is one, and a bad byte is counted from the file's begin, without its mark."""
     path = tmp_path / "a.json"
-    path.write_bytes(b"\xef\xbb\xbf" + f'{{"a": "äß{"x" * 9}'.encode() + b'\xff"}')
+    path.write_bytes(b"\xef\xbb\xbf" + f'{{"a": "a{"äß" * 3}'.encode() + b'\xff"}')
     for piece in (1 << 18, 4, 5, 6):
         monkeypatch.setattr(row_files, "_PIECE", piece)
         with refuses(ValueError, "UTF-8", "0xff", 20):
