@@ -64,7 +64,7 @@ def test_memory_of_a_prompt(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
     """At its peak too, while the file is read, whose rows have 250 bytes; verl's ids are compared with each other
     there. What does not grow with the rows is made small, so that few rows show the rest: benchmarks/scaling.py has
     the resident memory of many."""
-    n, path = 4000, tmp_path / f"many.{kind}"
+    n, path = 2500, tmp_path / f"many.{kind}"
     lines = [json.dumps(row) for row in rows_of(n)]
     path.write_text("\n".join(lines) if kind == "jsonl" else f"[{','.join(lines)}]")
     monkeypatch.setattr(row_files, "_PIECE", 1 << 12)
