@@ -280,8 +280,9 @@ _KINDS = {"embedded": "an embedded engine", "sglang": "stock SGLang"}
 def _now(kept: Sequence[SampleGroup], prompts: Sequence[Prompt]) -> list[Sequence[int]] | None:
     """Tokens of each kept sample's prompt as the tokenizer and template encode it now; None where a prompt is not in
     `prompts`."""
-    made = {p.id: p.token_ids for p in prompts}
     ids = [g.prompt.id for g in kept]
+    wanted = set(ids)
+    made = {p.id: p.token_ids for p in prompts if p.id in wanted}
     return [made[i] for i in ids] if all(i in made for i in ids) else None
 
 
