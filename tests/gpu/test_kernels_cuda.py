@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_bridge.device.device import init_device
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]  # a compiler is a process
 BF16 = torch.bfloat16
 
 

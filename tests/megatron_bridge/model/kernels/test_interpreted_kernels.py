@@ -147,7 +147,7 @@ def _swiglu(rows: int, width: int) -> Pairs:
     return _both(WeightedSwiGLU.apply, lambda h, w: F.silu(h[:, :width]) * h[:, width:] * w, h, torch.rand(rows, 1))
 
 
-@pytest.mark.parametrize(("rows", "width"), [(0, 8), (5, 1), (3, 37), (2, 1100)])
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (5, 1), (3, 37), (2, 1100), (13, 192)])
 def test_swiglu(interpreted: Callable[..., Any], rows: int, width: int) -> None:
     _compare(interpreted(_swiglu, rows, width))
 
