@@ -85,8 +85,8 @@ def micro_batch(samples: int, length: int, vocab: int, seed: int) -> MicroBatch:
 def step_seconds(
     hf: dict[str, Any], spec: str, row: list[MicroBatch], loss_tokens: int, *, profiled: bool, memory: int | None
 ) -> tuple[float, dict[str, float]]:
-    """Median over ROUNDS steps, the device idle before and after each; and the last step's metrics. memory: MiB of a block
-    of logits, None for the default. On CUDA the kernels of one more step are printed, the host's calls if `profiled`."""
+    """Median over ROUNDS steps, the device idle before and after each; and the last step's metrics. memory: MiB of a
+    block of logits, None for the default. On CUDA it prints the kernels of one more step, the calls if `profiled`."""
     from megatron_bridge.trainer import MegatronTrainer
 
     with tempfile.TemporaryDirectory() as folder:
