@@ -44,6 +44,11 @@ def _both(kernel: Any, plain: Any, *inputs: Tensor) -> Pairs:
     return list(zip(*sides, strict=True))
 
 
+def _applied(function: Any, *arguments: Any) -> Tensor:
+    out: Tensor = function.apply(*arguments)
+    return out
+
+
 # ---- log-probabilities
 
 
@@ -128,7 +133,7 @@ def _norm(width: int, strided: bool) -> Pairs:
 
     x = torch.randn(9, 5, 2 * width)[..., :width] if strided else torch.randn(9, 5, width)
     return _both(
-        lambda x, w: FusedRMSNorm.apply(x, w, 1e-6),
+        lambda x, w: _applied(FusedRMSNorm, x, w, 1e-6),
         lambda x, w: F.rms_norm(x, (width,), w, 1e-6),
         x,
         torch.randn(width),
@@ -161,7 +166,7 @@ def _rope(heads: int, size: int, rotated: int) -> Pairs:
     cos, sin = angles.cos(), angles.sin()
     wide = (x[:, None].expand(6, heads, rotated) for x in (cos, sin))
     cos3, sin3 = wide
-    return _both(lambda x: FusedRope.apply(x, cos, sin), lambda x: _Rotated.apply(x, cos3, sin3, False), x)
+    return _both(lambda x: _applied(FusedRope, x, cos, sin), lambda x: _applied(_Rotated, x, cos3, sin3, False), x)
 
 
 @pytest.mark.parametrize(("heads", "size", "rotated"), [(1, 2, 2), (3, 12, 8), (4, 16, 16)])
@@ -176,12 +181,12 @@ def _rows(tokens: int, width: int) -> Pairs:
 
     routed = torch.rand(tokens, 6) < torch.rand(tokens, 1)
     order, _ = row_order(routed, int(routed.sum()))
-    spread = _both(lambda x: Spread.apply(x, *order), lambda x: x[order.sources], torch.randn(tokens, width))
+    spread = _both(lambda x: _applied(Spread, x, *order), lambda x: x[order.sources], torch.randn(tokens, width))
 
     def summed(rows: Tensor) -> Tensor:
         return torch.zeros(tokens, width).index_add(0, order.sources, rows)
 
-    return spread + _both(lambda x: Gathered.apply(x, *order), summed, torch.randn(len(order.sources), width))
+    return spread + _both(lambda x: _applied(Gathered, x, *order), summed, torch.randn(len(order.sources), width))
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 3), (11, 40)])
