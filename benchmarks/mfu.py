@@ -85,8 +85,8 @@ def micro_batch(samples: int, length: int, vocab: int, seed: int) -> MicroBatch:
 def step_seconds(
     hf: dict[str, Any], spec: str, row: list[MicroBatch], loss_tokens: int, *, profiled: bool, memory: int | None
 ) -> tuple[float, dict[str, float]]:
-    """Median over ROUNDS steps, the device idle before and after each; and the last step's metrics. profiled: print the
-    profile of another step. memory: MiB of a block of logits, None for the default."""
+    """Median over ROUNDS steps, the device idle before and after each; and the last step's metrics. memory: MiB of a
+    block of logits, None for the default. On CUDA it prints the kernels of one more step, the calls if `profiled`."""
     from megatron_bridge.trainer import MegatronTrainer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -107,8 +107,8 @@ def step_seconds(
         metrics: dict[str, float] = {}
         took = [seconds_of(lambda: metrics.update(_settled(trainer, row, loss_tokens))) for _ in range(WARM + ROUNDS)]
         print("seconds of each step:", *(f"{s:.3f}" for s in took))
-        if profiled:
-            _profile(lambda: _settled(trainer, row, loss_tokens))
+        if profiled or torch.cuda.is_available():
+            _profile(lambda: _settled(trainer, row, loss_tokens), calls=profiled)
         trainer.close()
     return statistics.median(took[WARM:]), metrics
 
@@ -120,12 +120,20 @@ def _settled(trainer: Any, row: list[MicroBatch], loss_tokens: int) -> dict[str,
     return metrics
 
 
-def _profile(work: Callable[[], Any]) -> None:
-    """Kernels and calls with the most time, of torch's profiler."""
+def _profile(work: Callable[[], Any], *, calls: bool) -> None:
+    """Prints the kernels with the most time, of torch's profiler; calls: the calls by their time on the host too."""
     with torch.profiler.profile() as profiler:
         work()
-    for key in ("self_device_time_total", "self_cpu_time_total"):
-        print(profiler.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=80))
+    found = profiler.key_averages()
+    kernels = [event for event in found if event.device_type.name != "CPU"]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in kernels)
+    print(f"kernels: {total / 1e6:.3f} s; ms, share, launches, name:")
+    for event in kernels[:30]:
+        took = event.self_device_time_total
+        print(f"{took / 1e3:9.2f} {took / total:6.1%} {event.count:6}  {event.key[:110]}")
+    if calls:
+        print(found.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=80))
 
 
 def main() -> int:
@@ -137,7 +145,7 @@ def main() -> int:
     p.add_argument("--samples", type=int, default=16, help="of 2,048 tokens each, in a micro-batch")
     p.add_argument("--logprob-memory-mib", type=int, help="of a block of logits and its temporaries")
     add_write(p)
-    p.add_argument("--profile", action="store_true", help="also print the kernels and calls of one step by time")
+    p.add_argument("--profile", action="store_true", help="also print the calls of one step by their time on the host")
     p.add_argument("--quick", action="store_true", help="one micro-batch")
     p.add_argument("--tiny", action="store_true", help="a tiny model and short samples, on any device")
     args = p.parse_args()

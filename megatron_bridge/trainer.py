@@ -26,7 +26,6 @@ from megatron_bridge.device.cuda_settings import use_deterministic_kernels  # no
 from megatron_bridge.device.parallel import close_parallel, init_parallel  # noqa: E402
 from megatron_bridge.families.registry import family_of  # noqa: E402
 from megatron_bridge.model.build import build_model, unwrap  # noqa: E402
-from megatron_bridge.model.kernels.chosen import fused_parts  # noqa: E402
 from megatron_bridge.optim.optimizer import NonFiniteGradient, apply_gradients, build_optimizer  # noqa: E402
 from megatron_bridge.optim.param_names import matching  # noqa: E402
 from megatron_bridge.plan.deterministic import environment  # noqa: E402
@@ -41,7 +40,7 @@ from megatron_bridge.step.nonfinite import RoutingBias, explain  # noqa: E402
 from megatron_bridge.step.overlap import connect_overlap, finish_param_gather  # noqa: E402
 from megatron_bridge.step.replay_hook import RoutingReplay  # noqa: E402
 from megatron_bridge.step.routing_check import RoutingBreach, check_routes  # noqa: E402
-from megatron_bridge.step.stats import Stats, combine, values  # noqa: E402
+from megatron_bridge.step.stats import Stats, combine, parts_by_kernels, values  # noqa: E402
 from megatron_bridge.step.step import OldPolicy, Step  # noqa: E402
 from megatron_bridge.weights.checkpoint import begin_save, host_copy, load_checkpoint, load_host_copy, load_weights  # noqa: E402
 from megatron_bridge.weights.checkpoint_writer import CheckpointSave  # noqa: E402
@@ -186,8 +185,7 @@ class MegatronTrainer:
         found += checked
         if (every := self.config.reference_every) and version % every == 0:
             self.copies.keep(REFERENCE)
-        fused = {f"perf/fused/{part}": float(on) for part, on in fused_parts().items()}
-        return StepReport(version=version, metrics=values(combine(found)) | {"train/lr": lr} | fused)
+        return StepReport(version=version, metrics=values(combine(found)) | {"train/lr": lr} | parts_by_kernels())
 
     def _update(self, run: Callable[[], Stats], lr: float, where: str, check: bool) -> Stats:
         """One optimizer step on the gradients that `run` accumulates; returns its statistics and the optimizer's.

@@ -28,17 +28,33 @@ class RowOrder(NamedTuple):
 
 def row_order(routing_map: Tensor, rows: int) -> tuple[RowOrder, Tensor]:
     """The order of the `rows` true elements of routing_map [T, E] bool, and int64 [n]: the element of the flattened map
-    that each row stands for. Nothing is read on the host."""
+    that each row stands for. Nothing is read on the host.
+
+    The places of an element among those of its token's and of its expert's are prefix sums over the whole map, which
+    take a tenth of the time of sums along a dimension. Elements that are not true are written behind the rows.
+    """
     tokens, experts = routing_map.shape
-    chosen = torch.nonzero_static(routing_map, size=rows, fill_value=0)
-    elements = chosen[:, 0] * experts + chosen[:, 1]  # token by token
-    rank = routing_map.cumsum(0, dtype=torch.int32)  # of a token among those of its expert, from 1
-    starts = rank[-1].cumsum(0) - rank[-1]
-    places = (starts[chosen[:, 1]] + rank.flatten()[elements] - 1).clamp_(min=0)
-    by_expert = torch.empty_like(elements).scatter_(0, places, elements)
+    element = torch.arange(tokens * experts, device=routing_map.device)
+    of_experts = element.view(tokens, experts).t().flatten()  # the map's elements, expert by expert
+
+    def places_of(flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each element of a flattened map: its number among the true ones, and where it is written."""
+        number = flat.cumsum(0) - 1
+        return number, torch.where(flat, number, rows + element)
+
+    def true_ones(where: Tensor, values: Tensor) -> Tensor:
+        return torch.zeros(rows + len(element), dtype=torch.int64, device=where.device).scatter_(0, where, values)[
+            :rows
+        ]
+
+    flat = routing_map.flatten()
+    number, by_expert = places_of(routing_map.t().flatten())
+    elements = true_ones(by_expert, of_experts)
+    place = number.view(experts, tokens).t().flatten()  # token by token
+    places = true_ones(places_of(flat)[1], place)
     ends = torch.zeros(tokens + 1, dtype=torch.int32, device=routing_map.device)
     torch.cumsum(routing_map.sum(1, dtype=torch.int32), 0, dtype=torch.int32, out=ends[1:])
-    return RowOrder(by_expert // experts, places, ends), by_expert
+    return RowOrder(elements // experts, places, ends), elements
 
 
 def sort_on_devices() -> None:

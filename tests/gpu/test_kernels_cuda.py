@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from megatron_bridge.device.device import init_device
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]  # Triton starts compilers
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]  # a compiler is a process
 BF16 = torch.bfloat16
 
 
@@ -48,12 +49,23 @@ def _seconds(work: Callable[[], Any], rounds: int = 5) -> float:
         work()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3 / rounds
+    took: float = begin.elapsed_time(end)
+    return took / 1e3 / rounds
 
 
 def _report(what: str, fused: float, plain: float, moved: float = 0.0) -> None:
     rate = f", {moved / fused / 1e9:,.0f} GB/s" if moved else ""
     print(f"\n{what}: {1e3 * fused:.3f} ms{rate}; plain {1e3 * plain:.3f} ms")
+
+
+def _applied(function: Any, *inputs: Tensor, eps: float) -> Tensor:
+    out: Tensor = function.apply(*inputs, eps)
+    return out
+
+
+def _experts(function: Any, sizes: list[int], x: Tensor, *weights: Tensor) -> Tensor:
+    out: Tensor = function.apply(x, sizes, *weights)
+    return out
 
 
 def _close(found: Tensor, want: Tensor, bound: float) -> None:
@@ -141,7 +153,7 @@ def test_norm(rows: int, width: int) -> None:
     x, g = (torch.randn(rows, 3, width, device="cuda", dtype=BF16) for _ in range(2))
     w = 1 + torch.randn(width, device="cuda", dtype=BF16) / 8
     want = _gradients(lambda x, w: F.rms_norm(x, (width,), w, 1e-6), [x.double(), w.double()], [g])
-    found = _gradients(lambda x, w: FusedRMSNorm.apply(x, w, 1e-6), [x, w], [g])
+    found = _gradients(partial(_applied, FusedRMSNorm, eps=1e-6), [x, w], [g])
     for a, b in zip(found, want, strict=True):
         _close(a, b, 1e-2)
 
@@ -172,16 +184,16 @@ def test_order_of_routed_rows(tokens: int, experts: int, top_k: int, width: int)
     probs = torch.rand(tokens, experts, device="cuda") * routed
     x, g = (torch.randn(n, width, device="cuda", dtype=BF16) for n in (tokens, tokens * top_k))
 
-    def there(x: Tensor, probs: Tensor, function: Any) -> tuple[Tensor, Tensor]:
+    def there(function: Any, x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         rows, weights, order = function(x, routed, probs=probs, num_out_tokens=tokens * top_k)
         kept.append(order)
         return rows, weights
 
     kept: list[Any] = []
     slopes = [g, torch.randn(tokens * top_k, device="cuda")]
-    found = _gradients(lambda *a: there(*a, token_dispatcher.permute), [x, probs], slopes)
+    found = _gradients(partial(there, token_dispatcher.permute), [x, probs], slopes)
     stock = token_dispatcher.permute.of_megatron
-    want = _gradients(lambda *a: there(*a, stock), [x.float(), probs], slopes)
+    want = _gradients(partial(there, stock), [x.float(), probs], slopes)
     assert isinstance(kept[0], ours.RowOrder)
     assert torch.equal(found[0].float(), want[0]) and torch.equal(found[1], want[1])
     _close(found[2], want[2], 1e-2)
@@ -195,7 +207,8 @@ def test_order_of_routed_rows(tokens: int, experts: int, top_k: int, width: int)
 
 def test_time_of_rows() -> None:
     """The benchmark's shapes: 32,768 tokens of 2,048, 8 of 32 experts of 768."""
-    from megatron_bridge.model.grouped_experts import weighted_bias_swiglu_impl
+    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+
     from megatron_bridge.model.kernels.gathered_rows import summed_rows
     from megatron_bridge.model.kernels.rms_norm import FusedRMSNorm
     from megatron_bridge.model.kernels.swiglu import WeightedSwiGLU
@@ -250,9 +263,9 @@ def test_grouped_products(sizes: list[int]) -> None:
     g = torch.randn(sum(sizes), 48, device="cuda", dtype=BF16)
     torch.empty(1 << 24, device="cuda").fill_(torch.nan)  # what freed memory may hold
     assert supports(x, weights)
-    found = _gradients(lambda x, *w: GroupedProduct.apply(x, sizes, *w), [x, *weights], [g])
+    found = _gradients(partial(_experts, GroupedProduct, sizes), [x, *weights], [g])
     wide = [w.double() for w in weights]
-    want = _gradients(lambda x, *w: GroupedLinear.apply(x, sizes, *w), [x.double(), *wide], [g.double()])
+    want = _gradients(partial(_experts, GroupedLinear, sizes), [x.double(), *wide], [g.double()])
     for a, b in zip(found, want, strict=True):
         _close(a, b, 1e-2)
 
@@ -267,10 +280,10 @@ def test_time_of_experts() -> None:
         weights = [torch.randn(2 * inner, 2048, device="cuda", dtype=BF16, requires_grad=True) for _ in sizes]
 
         def step(function: Any, x: Tensor = x, sizes: list[int] = sizes, weights: list[Tensor] = weights) -> None:
-            out = function.apply(x, sizes, *weights)
+            out = _experts(function, sizes, x, *weights)
             torch.autograd.grad(out, [x, *weights], out.detach())
 
-        fused, plain = (_seconds(lambda f=f: step(f), 3) for f in (GroupedProduct, GroupedLinear))
+        fused, plain = (_seconds(partial(step, f), 3) for f in (GroupedProduct, GroupedLinear))
         flops = 6 * x.numel() * 2 * inner
         _report(f"{experts} experts, forward and backward, {flops / fused / 1e12:.0f} TFLOP/s", fused, plain)
 
@@ -319,10 +332,10 @@ def test_time_of_attention() -> None:
         torch.autograd.grad(out, [q, k, v], out.detach())
 
     def batched() -> None:
-        parts = [x.view(n, length, -1, 128).transpose(1, 2) for x in (q, k, v)]
-        parts[1:] = [x.repeat_interleave(8, 1) for x in parts[1:]]
+        query, key, value = (x.view(n, length, -1, 128).transpose(1, 2) for x in (q, k, v))
+        key, value = key.repeat_interleave(8, 1), value.repeat_interleave(8, 1)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-            out = F.scaled_dot_product_attention(*parts, is_causal=True)
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         torch.autograd.grad(out, [q, k, v], out.detach())
 
     fused, cudnn = _seconds(step), _seconds(batched)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 
 def _begin() -> None:
@@ -47,9 +48,9 @@ def as_on_a_device() -> Iterator[None]:
     """Lets the trainer choose the kernels for CPU tensors, except attention, which has none for them."""
     from megatron_bridge.model.kernels import chosen, grouped_product
 
-    stock = chosen.uses_triton, grouped_product.on_device
-    chosen.uses_triton = grouped_product.on_device = lambda tensor: True
-    try:
+    with patch.object(chosen, "uses_triton", _always), patch.object(grouped_product, "on_device", _always):
         yield
-    finally:
-        chosen.uses_triton, grouped_product.on_device = stock
+
+
+def _always(tensor: Any) -> bool:
+    return True

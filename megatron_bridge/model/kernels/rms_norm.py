@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 1024  # elements that a program reads at a time, where a row is shorter
-_PROGRAMS = 1024  # of backward, each with its own sum of the weight's gradient
+_PROGRAMS = 4096  # of backward, each with its own sum of the weight's gradient
 
 
 @triton.jit

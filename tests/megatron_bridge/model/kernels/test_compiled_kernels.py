@@ -45,14 +45,15 @@ def _rope(*, back: bool) -> Case:
 
 _SLOPE = _block("lse", "entropy", "grad", "of_entropy")
 _SWIGLU = {**dict.fromkeys(("h", "out", "grad", "of_h"), "*bf16"), "weights": "*fp32", "of_weights": "*fp32"}
-_SWIGLU |= {"width": "i32:16"}
+_SWIGLU |= {"rows": "i32", "width": "i32:16"}
+_HALVES = dict(zip(("ROWS", "BLOCK"), swiglu.tile(768), strict=True))
 _ROUNDED = (*WIDE, "ex2.approx", "cvt.rn.bf16")
 CASES = {
     "sums": Case(logits.sums_kernel, _block("top", "sums"), {"BLOCK": 4096}, (WIDE[0], "ex2.approx"), 8),
     "slope": Case(logits.slope_kernel, _SLOPE, {"ENTROPY": False, "BLOCK": 2048, "label_count": 1}, _ROUNDED),
     "slope with entropy": Case(logits.slope_kernel, _SLOPE, {"ENTROPY": True, "BLOCK": 2048}, _ROUNDED),
-    "SwiGLU": Case(swiglu.forward_kernel, _SWIGLU, {"BLOCK": 1024}, _ROUNDED),
-    "gradient of SwiGLU": Case(swiglu.backward_kernel, _SWIGLU, {"BLOCK": 1024}, _ROUNDED),
+    "SwiGLU": Case(swiglu.forward_kernel, _SWIGLU, _HALVES, _ROUNDED),
+    "gradient of SwiGLU": Case(swiglu.backward_kernel, _SWIGLU, _HALVES, _ROUNDED),
     **{f"norm of {n}": _norm(n, backward=False) for n in (128, 2048, 7168)},
     **{f"gradient of the norm of {n}": _norm(n, backward=True) for n in (128, 2048, 7168)},
     "rotation": _rope(back=False),

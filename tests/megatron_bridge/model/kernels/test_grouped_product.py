@@ -19,7 +19,7 @@ def _results(function: type[torch.autograd.Function], sizes: list[int], frozen: 
     torch.manual_seed(0)
     x = torch.randn(sum(sizes), 24, dtype=torch.bfloat16, requires_grad=True)
     weights = [torch.randn(16, 24, dtype=torch.bfloat16, requires_grad=i >= frozen) for i in range(len(sizes))]
-    out = function.apply(x, sizes, *weights)  # type: ignore[no-untyped-call]
+    out = function.apply(x, sizes, *weights)
     trained = [x, *(w for w in weights if w.requires_grad)]
     return [out, *torch.autograd.grad(out, trained, torch.randn_like(out))]
 
