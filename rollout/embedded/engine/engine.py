@@ -21,7 +21,7 @@ from rollout.embedded.cache.kv_cache import KVCache
 from rollout.embedded.device.transfers import Transfers
 from rollout.embedded.engine.admission import Admission, Admitted
 from rollout.embedded.engine.capture import RouteCapture, RoutingRows
-from rollout.embedded.engine.fair_share import in_turn
+from rollout.embedded.engine.fair_share import DEVICE_STEP_ROWS, STEP_ROWS, in_turn
 from rollout.embedded.engine.requests import Completed, Entry, Group, Job, PromptSpec, SampledToken
 from rollout.embedded.engine.running import Rows
 from rollout.embedded.engine.sampler import Draw, likeliest, sample, stream_keys
@@ -83,6 +83,7 @@ class Engine:
         self._capture = RouteCapture(self.cache, version, self._transfers) if limits.routes else None
         self._active: NDArray[np.int64] = np.zeros(0, np.int64)  # rows, shortest first
         element = torch.finfo(model.dtype).bits // 8
+        self._step_rows = STEP_ROWS if self._transfers.on_host else DEVICE_STEP_ROWS
         gathered = _GATHER_BYTES if self._transfers.on_host else _DEVICE_GATHER_BYTES
         self._gather = {"width_bytes": gathered, "token_bytes": model.cache_width * element}
 
@@ -290,7 +291,7 @@ class Engine:
         """The running samples that this step decodes, shortest first."""
         rows, active = self._rows, self._active
         sampled = rows.length[active] - rows.prompt[active]
-        return active[in_turn(rows.request[active], rows.request_samples[active], sampled)]
+        return active[in_turn(rows.request[active], rows.request_samples[active], sampled, rows=self._step_rows)]
 
     def _commit(self, rows: NDArray[np.int64], logits: Tensor) -> None:
         """Samples the next token of each row and finishes rows that end with it."""
