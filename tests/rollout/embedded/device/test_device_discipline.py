@@ -18,6 +18,9 @@ import numpy as np
 import pytest
 import torch
 
+from quant.hf_config import quantized_config
+from quant.spec import QuantFormat, QuantSpec
+from quant.stream import quantize_stream
 from rollout.embedded.engine.engine import Engine, EngineLimits
 from rollout.embedded.engine.requests import Completed
 from rollout.embedded.model import plain_ops
@@ -83,6 +86,17 @@ def test_a_step_waits_once(path: Path) -> None:
             mode.waits.clear()
             engine.step()
             assert mode.waits == {"fetch": 1}
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4", "nvfp4"])
+def test_codes_are_decoded_without_a_wait(kind: str, tmp_path: Path) -> None:
+    """Of experts and of linears, at each use."""
+    hf, form = tiny(), QuantSpec.of(QuantFormat(kind))
+    path = write_checkpoint(tmp_path, quantized_config(hf, form), dict(quantize_stream(felt_tensors(hf).items(), form)))
+    with patch("rollout.embedded.model.projections.SMALL", 0):
+        want = run(engine_of(path, "cpu", weights="codes"), few := spec(A, max_new_tokens=2))
+        with on_device(path, weights="codes") as (engine, _):
+            alike(run(engine, few), want)
 
 
 @pytest.mark.parametrize(
