@@ -247,6 +247,12 @@ def check_address_free(host: str, port: int, key: ServerKey | None) -> None:
         check_address(listener.getsockname()[0], key)
 
 
+def check_device(device: str) -> None:
+    """Raises ValueError for "cuda" where this process sees no GPU."""
+    if device == "cuda":
+        use_cuda()
+
+
 def serve(args: argparse.Namespace, key: ServerKey | None = None) -> None:
     """Blocks until the server is stopped. key: required of requests. Raises ValueError when the server cannot start,
     and for an address beyond loopback without a key, and RankLost when one of its ranks has ended."""
@@ -275,7 +281,7 @@ def _check_cuda(args: argparse.Namespace) -> None:
         exact=args.exact_parts,
     )
     check_sizes(slices_of(opened(Path(args.model_path)), tp_size=1, ep_size=1).arch)
-    use_cuda()
+    check_device(args.device)
 
 
 def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey | None, crew: Crew) -> None:
