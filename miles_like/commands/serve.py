@@ -30,9 +30,7 @@ def serve(
         str | None,
         typer.Option("--served-model-name", help="model name for clients; default: the name of the directory"),
     ] = None,
-    step: Annotated[
-        int | None, typer.Option("--step", metavar="N", help="for a run: serve the checkpoint of step N")
-    ] = None,
+    step: Annotated[int | None, typer.Option("--step", metavar="N", help="for a run: its checkpoint of step N")] = None,
     format: Annotated[
         str, typer.Option("--format", help=f"for a run: format of the exported weights: bf16, {FORMATS}")
     ] = "bf16",
