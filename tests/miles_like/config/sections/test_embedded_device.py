@@ -81,3 +81,9 @@ def test_a_server_needs_a_device_and_rows_that_it_multiplies() -> None:
         use_cuda()
     with refuses(ValueError, "--device", "--max-total-tokens", 4096), memory_is_enough(4096):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+
+def test_servers_of_teachers_stay_on_cpu() -> None:
+    config = load_config(TINY.with_name("tiny_opd.toml"), _ON_A_GPU)
+    assert config.rollout.embedded.device == "cuda"
+    assert {one.embedded.device for one in config.teacher_rollouts} == {"cpu"}
