@@ -72,7 +72,7 @@ class PretendedCuda(Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
-    def tolist(self) -> Any:  # type: ignore[override]
+    def tolist(self) -> Any:
         return self.cpu().tolist()
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -65,6 +65,7 @@ def alike(got: list[list[Completed]], want: list[list[Completed]]) -> None:
     for a, b in zip([c for group in got for c in group], [c for group in want for c in group], strict=True):
         assert a.reply.output_ids.tolist() == b.reply.output_ids.tolist()
         assert a.reply.routed_experts == b.reply.routed_experts
+        assert a.reply.logprobs is not None and b.reply.logprobs is not None
         np.testing.assert_allclose(a.reply.logprobs, b.reply.logprobs, atol=2e-5)
         np.testing.assert_allclose(a.prompt_logprobs, b.prompt_logprobs, atol=2e-5)
 
