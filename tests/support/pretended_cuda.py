@@ -72,6 +72,9 @@ class PretendedCuda(Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PretendedCuda({list(self.shape)}, {self.dtype})"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -35,6 +36,19 @@ def check_sizes(arch: Architecture) -> None:
                 f"--device cuda: {what} = {n} is not a multiple of {of_row}, at which rows of experts' products begin: "
                 "choose --device cpu"
             )
+
+
+@contextmanager
+def memory_is_enough(tokens: int) -> Iterator[None]:
+    """Raises ValueError where the block, in which weights are loaded and a cache of `tokens` is made, has too little of
+    a device's memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        raise ValueError(
+            f"--device cuda: weights and a cache of {tokens} tokens do not fit beside what others have there "
+            f"({str(e).partition('. ')[0]}): lower --max-total-tokens, or choose --device cpu"
+        ) from None
 
 
 def use_cuda() -> None:

@@ -21,7 +21,7 @@ from rollout.embedded.cache.kv_cache import KVCache
 from rollout.embedded.device.transfers import Transfers
 from rollout.embedded.engine.admission import Admission, Admitted
 from rollout.embedded.engine.capture import RouteCapture, RoutingRows
-from rollout.embedded.engine.fair_share import in_turn
+from rollout.embedded.engine.fair_share import DEVICE_STEP_ROWS, STEP_ROWS, in_turn
 from rollout.embedded.engine.requests import Completed, Entry, Group, Job, PromptSpec, SampledToken
 from rollout.embedded.engine.running import Rows
 from rollout.embedded.engine.sampler import Draw, likeliest, sample, stream_keys
@@ -35,7 +35,7 @@ from rollout.wire.scores import PromptTop
 
 _PIECE = 1024  # tokens of one prompt in one forward pass
 _GATHER_BYTES = 1 << 20  # of a layer's cache in one attention call: fits in a core's cache
-_DEVICE_GATHER_BYTES = 1 << 28
+_DEVICE_GATHER_BYTES = 1 << 24, 1 << 28  # the same of prompts, of which all scores are in memory, and of decoded tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +82,11 @@ class Engine:
         )
         self._capture = RouteCapture(self.cache, version, self._transfers) if limits.routes else None
         self._active: NDArray[np.int64] = np.zeros(0, np.int64)  # rows, shortest first
-        element = torch.finfo(model.dtype).bits // 8
-        gathered = _GATHER_BYTES if self._transfers.on_host else _DEVICE_GATHER_BYTES
-        self._gather = {"width_bytes": gathered, "token_bytes": model.cache_width * element}
+        self._step_rows = STEP_ROWS if self._transfers.on_host else DEVICE_STEP_ROWS
+        token = model.cache_width * torch.finfo(model.dtype).bits // 8
+        fed, decoded = (_GATHER_BYTES, _GATHER_BYTES) if self._transfers.on_host else _DEVICE_GATHER_BYTES
+        self._fed = {"width_bytes": fed, "token_bytes": token}
+        self._gather = {"width_bytes": decoded, "token_bytes": token}
 
     # ---- requests
 
@@ -290,7 +292,7 @@ class Engine:
         """The running samples that this step decodes, shortest first."""
         rows, active = self._rows, self._active
         sampled = rows.length[active] - rows.prompt[active]
-        return active[in_turn(rows.request[active], rows.request_samples[active], sampled)]
+        return active[in_turn(rows.request[active], rows.request_samples[active], sampled, rows=self._step_rows)]
 
     def _commit(self, rows: NDArray[np.int64], logits: Tensor) -> None:
         """Samples the next token of each row and finishes rows that end with it."""
@@ -355,7 +357,7 @@ class Engine:
     ) -> tuple[Tensor, Tensor]:
         """One forward pass -> hidden states of all tokens [T, D], and the logits [len(fed) + len(decoded), V] after the
         last token of each of `fed` and of each of the rows `decoded`. states: as in `Model.forward`."""
-        batches = [lay_out(fed, **self._gather)] if fed else []
+        batches = [lay_out(fed, **self._fed)] if fed else []
         if len(decoded):
             batches.append(self._decoded(decoded))
         ends = np.cumsum([len(r.tokens) for r in fed] + [1] * len(decoded)) - 1

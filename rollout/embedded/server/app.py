@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 
 from quant.hf_config import spec_from_hf
 from rollout.config import PublishConfig
-from rollout.embedded.device.cuda import check_flags, check_sizes, use_cuda
+from rollout.embedded.device.cuda import check_flags, check_sizes, memory_is_enough, use_cuda
 from rollout.embedded.engine.engine import EngineLimits
 from rollout.embedded.model.exact_ops import operations
 from rollout.embedded.ranks.crew import LIMIT_S, Crew
@@ -247,6 +247,12 @@ def check_address_free(host: str, port: int, key: ServerKey | None) -> None:
         check_address(listener.getsockname()[0], key)
 
 
+def check_device(device: str) -> None:
+    """Raises ValueError for "cuda" where this process sees no GPU."""
+    if device == "cuda":
+        use_cuda()
+
+
 def serve(args: argparse.Namespace, key: ServerKey | None = None) -> None:
     """Blocks until the server is stopped. key: required of requests. Raises ValueError when the server cannot start,
     and for an address beyond loopback without a key, and RankLost when one of its ranks has ended."""
@@ -275,7 +281,7 @@ def _check_cuda(args: argparse.Namespace) -> None:
         exact=args.exact_parts,
     )
     check_sizes(slices_of(opened(Path(args.model_path)), tp_size=1, ep_size=1).arch)
-    use_cuda()
+    check_device(args.device)
 
 
 def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey | None, crew: Crew) -> None:
@@ -293,18 +299,19 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey 
     by_default = "bfloat16" if args.device == "cuda" else "float32"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype or by_default]
     print(f"{LOADS}: {args.model_path}", flush=True)
-    service = Service(
-        Path(args.model_path),
-        limits,
-        dtype=dtype,
-        weights=args.weights,
-        activations=args.activations,
-        version=args.weight_version,
-        ops=operations(args.exact_parts),
-        crew=crew,
-        ep_size=args.ep_size,
-        device=args.device,
-    )
+    with memory_is_enough(args.max_total_tokens):
+        service = Service(
+            Path(args.model_path),
+            limits,
+            dtype=dtype,
+            weights=args.weights,
+            activations=args.activations,
+            version=args.weight_version,
+            ops=operations(args.exact_parts),
+            crew=crew,
+            ep_size=args.ep_size,
+            device=args.device,
+        )
     print(LOADED, flush=True)
     worker = EngineWorker(service, threads=args.threads)
     bounds = limits_of(args, service)

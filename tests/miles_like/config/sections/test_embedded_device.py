@@ -12,11 +12,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from miles_like.cluster.placement import plan_placement
 from miles_like.commands.train import _ON_A_GPU
 from miles_like.config.load import load_config
-from rollout.embedded.device.cuda import check_flags, check_sizes, use_cuda
+from rollout.embedded.device.cuda import check_flags, check_sizes, memory_is_enough, use_cuda
 from rollout.embedded.families.registry import architecture_of
 from rollout.sglang.servers import ServerLaunch, embedded_command
 from tests.support.refusals import Facts, refuses
@@ -78,3 +79,11 @@ def test_a_server_needs_a_device_and_rows_that_it_multiplies() -> None:
         refuses(ValueError, "--device", unrecorded="it names the version of torch"),
     ):
         use_cuda()
+    with refuses(ValueError, "--device", "--max-total-tokens", 4096), memory_is_enough(4096):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+
+def test_servers_of_teachers_stay_on_cpu() -> None:
+    config = load_config(TINY.with_name("tiny_opd.toml"), _ON_A_GPU)
+    assert config.rollout.embedded.device == "cuda"
+    assert {one.embedded.device for one in config.teacher_rollouts} == {"cpu"}

@@ -18,6 +18,9 @@ import numpy as np
 import pytest
 import torch
 
+from quant.hf_config import quantized_config
+from quant.spec import QuantFormat, QuantSpec
+from quant.stream import quantize_stream
 from rollout.embedded.engine.engine import Engine, EngineLimits
 from rollout.embedded.engine.requests import Completed
 from rollout.embedded.model import plain_ops
@@ -62,6 +65,7 @@ def alike(got: list[list[Completed]], want: list[list[Completed]]) -> None:
     for a, b in zip([c for group in got for c in group], [c for group in want for c in group], strict=True):
         assert a.reply.output_ids.tolist() == b.reply.output_ids.tolist()
         assert a.reply.routed_experts == b.reply.routed_experts
+        assert a.reply.logprobs is not None and b.reply.logprobs is not None
         np.testing.assert_allclose(a.reply.logprobs, b.reply.logprobs, atol=2e-5)
         np.testing.assert_allclose(a.prompt_logprobs, b.prompt_logprobs, atol=2e-5)
 
@@ -83,6 +87,17 @@ def test_a_step_waits_once(path: Path) -> None:
             mode.waits.clear()
             engine.step()
             assert mode.waits == {"fetch": 1}
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4", "nvfp4"])
+def test_codes_are_decoded_without_a_wait(kind: str, tmp_path: Path) -> None:
+    """Of experts and of linears, at each use."""
+    hf, form = tiny(), QuantSpec.of(QuantFormat(kind))
+    path = write_checkpoint(tmp_path, quantized_config(hf, form), dict(quantize_stream(felt_tensors(hf).items(), form)))
+    with patch("rollout.embedded.model.projections.SMALL", 0):
+        want = run(engine_of(path, "cpu", weights="codes"), few := spec(A, max_new_tokens=2))
+        with on_device(path, weights="codes") as (engine, _):
+            alike(run(engine, few), want)
 
 
 @pytest.mark.parametrize(
