@@ -223,7 +223,7 @@ def kernels(rates: Rates, codec: Codec, bundle: dict[str, Tensor], copy: float) 
     stored = [(q.stored[codes], q.stored[scales]) for q in found.values()]
     out = torch.empty(len(weights), *weights[0].shape, device=rates.where, dtype=torch.bfloat16).unbind()
     top = None
-    if codec.of_weight is not None:
+    if codec.of_weight:
         top = torch.stack([q.stored[codec.of_weight] for q in found.values()]).flatten()
     tops = None if top is None else top.cpu()
 

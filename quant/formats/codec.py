@@ -45,7 +45,7 @@ class Codec(ABC):
     stored: Mapping[str, PerBlock | PerWeight]
     dropped: frozenset[str] = frozenset()  # leaves that are not read; the codec generates those that are in `stored`
     shared_amax: ClassVar[bool] = False  # whether scales depend on the largest magnitude of a whole bundle
-    of_weight: str | None = None  # the `PerWeight` leaf that holds the result of `_shared`
+    of_weight: str = ""  # the `PerWeight` leaf that holds the result of `_shared`; "": there is none
     divides: bool = False  # whether decoding divides by it
     bf16_values: ClassVar[bool] = False  # whether decoded values are bf16 in every dtype of computation
 
@@ -392,12 +392,12 @@ class Codec(ABC):
         """Stored tensors of each of B weights -> out [B, n, k], with values rounded to `dtype`."""
         tiled = [leaf for leaf, kind in self.stored.items() if isinstance(kind, PerBlock)]
         codes, scales = ([t.contiguous() for t in stored[leaf]] for leaf in tiled)
-        top = None if self.of_weight is None else torch.stack(list(stored[self.of_weight])).flatten()
+        top = torch.stack(list(stored[self.of_weight])).flatten() if self.of_weight else None
         kernels.decode(codes, scales, out.unbind(), top, rounded=self.bf16_values or dtype is torch.bfloat16)
 
     def _decode(self, stacked: Mapping[str, Tensor], out: Tensor, dtype: torch.dtype) -> None:
         """Stored tensors [B, ...] -> out [B, n, k], with values rounded to `dtype`."""
-        top = None if self.of_weight is None else stacked[self.of_weight].flatten()
+        top = stacked[self.of_weight].flatten() if self.of_weight else None
         tiled = [(kind, stacked[leaf]) for leaf, kind in self.stored.items() if isinstance(kind, PerBlock)]
         shape = (out.shape[1], out.shape[2])
         for rows, columns in tiles(shape, self.block, tile_elements(out.device) // len(out)):
