@@ -123,8 +123,9 @@ class Kernels:
 
 
 def serves_amax(w: Tensor) -> bool:
-    """Whether `amax` has a kernel for a weight."""
-    return w.dtype is torch.bfloat16 and w.is_contiguous() and 0 < w.numel() < _LAST and w.numel() % 2 == 0
+    """Whether `amax` has a kernel for a weight: it reads two neighbours as one word, which must not cross words."""
+    words = w.numel() % 2 == 0 and w.data_ptr() % 4 == 0
+    return w.dtype is torch.bfloat16 and w.is_contiguous() and 0 < w.numel() < _LAST and words
 
 
 def amax(weights: Sequence[Tensor]) -> Tensor:
