@@ -46,9 +46,7 @@ for tile, warps in ((4096, 4), (2048, 4), (1024, 4), (4096, 8), (2048, 8), (8192
         leaves = list(codec.stored)
         stored = [(q.stored[leaves[0]], q.stored[leaves[1]]) for q in found.values()]
         top = (
-            None
-            if not codec.of_weight
-            else torch.stack([q.stored[codec.of_weight] for q in found.values()]).flatten()
+            None if not codec.of_weight else torch.stack([q.stored[codec.of_weight] for q in found.values()]).flatten()
         )
         tops = None if top is None else top.cpu()
         n = sum(w.numel() for w in ws)

@@ -41,8 +41,8 @@ def larger_bits(lo, hi):
 def divided(x, by, inverse):
     """x / by in three instructions instead of eight. inverse: 1 / by, rounded to nearest.
 
-    Rounded as by IEEE division wherever the code of the quotient depends on it: tests/support/triton_division.py
-    has all such pairs of a bf16 weight and a scale. The remainder is negated twice so that -0 / by is -0; Triton's
+    Rounded as by IEEE division where 1 / by, quotient and remainder are normal numbers and a code depends on it:
+    tests/support/triton_division.py has all such pairs of a bf16 weight and a scale. The remainder is negated twice so that -0 / by is -0; Triton's
     unary minus is 0 - x, while a factor of -1 becomes the sign of an operand.
     """
     q = x * inverse

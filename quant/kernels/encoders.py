@@ -141,13 +141,13 @@ def encode_rows8(
 
 
 @triton.jit
-def _nvfp4_scale(top, whole, raises, DIVIDES: tl.constexpr):
+def _nvfp4_scale(top, whole, raises, DIVIDES: tl.constexpr, RAISED: tl.constexpr):
     """Amax of groups and the stored scale of the weight -> their e4m3 scales as fp32, the multipliers of codes, and
     what quotients are computed with: the multiplier times `raises`, and the reciprocal of that."""
-    x = tl.div_rn(top, _E2M1_MAX)
+    x = tl.div_rn(top, _E2M1_MAX) if RAISED else divided(top, _E2M1_MAX, 1.0 / _E2M1_MAX)
     if DIVIDES:
         scale = e4m3_nearest(tl.minimum(x * whole, _E4M3_MAX))
-        factor = tl.div_rn(scale, whole)
+        factor = tl.div_rn(scale, whole) if RAISED else divided(scale, whole, tl.div_rn(1.0, whole))
     else:
         scale = e4m3_nearest(tl.minimum(tl.div_rn(x, whole), _E4M3_MAX))
         factor = scale * whole
@@ -187,7 +187,7 @@ def encode_rows4(
         factor, inverse = e8m0(code), e8m0(254 - code)
         first, second = lo * inverse[:, None], hi * inverse[:, None]
     elif FORMAT == "int4":
-        scale = tl.minimum(tl.maximum(tl.div_rn(top, _LEVELS), _LEAST), _GREATEST).to(tl.bfloat16)
+        scale = tl.minimum(tl.maximum(divided(top, _LEVELS, 1.0 / _LEVELS), _LEAST), _GREATEST).to(tl.bfloat16)
         factor = scale.to(tl.float32)
         by, inverse = factor[:, None], tl.div_rn(1.0, factor)[:, None]
         first, second = divided(lo, by, inverse), divided(hi, by, inverse)
@@ -198,7 +198,7 @@ def encode_rows4(
             raises = tl.where(least < _TINY, _RAISES, 1.0)
         else:
             raises = 1.0
-        scale, factor, by, inverse = _nvfp4_scale(top, whole, raises, DIVIDES)
+        scale, factor, by, inverse = _nvfp4_scale(top, whole, raises, DIVIDES, RAISED)
         by, inverse = by[:, None], inverse[:, None]
         first, second = divided(lo * raises, by, inverse), divided(hi * raises, by, inverse)
     if FAKE:
