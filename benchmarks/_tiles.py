@@ -19,7 +19,7 @@ def rate(f, nbytes):
     took = []
     for _ in range(7):
         a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(400000)
+        torch.cuda._sleep(2000000)
         a.record()
         f()
         b.record()
@@ -32,7 +32,19 @@ c = torch.empty(2, N * 7168, 2048, device="cuda", dtype=torch.bfloat16)
 print(torch.cuda.get_device_name(), "copy", rate(lambda: c[1].copy_(c[0]), c.nbytes))
 out = torch.empty(N, 7168, 2048, device="cuda", dtype=torch.bfloat16).unbind()
 began = time.time()
-for tile, warps in ((4096, 4), (2048, 4), (1024, 4), (4096, 8), (2048, 8), (8192, 8), (1024, 2), (2048, 2), (8192, 4)):
+for tile, warps in (
+    (4096, 4),
+    (2048, 4),
+    (1024, 4),
+    (4096, 8),
+    (2048, 8),
+    (8192, 8),
+    (1024, 2),
+    (2048, 2),
+    (8192, 4),
+    (16384, 8),
+    (8192, 2),
+):
     if time.time() - began > 150:
         break
     launch._TILE, launch._WARPS, launch._BLOCK_WARPS = tile, warps, {2: 16, 4: 8, 8: 4}[warps]

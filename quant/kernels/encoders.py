@@ -1,8 +1,8 @@
 """Triton kernels that quantize bf16 weights, or round them to the values of their codes.
 
-`table` int64 [B, 3]: addresses of the weight, its codes and its scales, or of the rounded weight (FAKE) in place of
-the codes, for B weights of one shape. Weights and codes are contiguous. `flags` int32 [B] becomes 1 for a weight with
-NaN or infinite values. A format's rule stands in its module of `quant/formats`.
+`table` int64 [B, 4]: addresses of the weight, its codes (with FAKE, of the rounded weight) and its scales, and the bits
+of its NVFP4 scale as stored, for B weights of one shape. Weights and codes are contiguous. `flags` int32 [B] becomes 1
+for a weight with NaN or infinite values. A format's rule stands in its module of `quant/formats`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ZERO_BLOCK = tl.constexpr(scale_rules.ZERO_BLOCK_AMAX)
 
 @triton.jit
 def _pointer(table, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = tl.load(table + tl.program_id(1) * 3 + column).to(tl.pointer_type(dtype))
+    pointer = tl.load(table + tl.program_id(1) * 4 + column).to(tl.pointer_type(dtype))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
@@ -160,7 +160,6 @@ def _nvfp4_scale(top, whole, raises, DIVIDES: tl.constexpr, RAISED: tl.constexpr
 def encode_rows4(
     table,
     flags,
-    tops,
     groups,
     FORMAT: tl.constexpr,
     DIVIDES: tl.constexpr,
@@ -171,7 +170,7 @@ def encode_rows4(
     RAISED: tl.constexpr,
 ):
     """Codes of four bits with a scale for each GROUP columns of a row: "int4", "mxfp4" or "nvfp4". TILE groups a
-    program. NVFP4: `tops` fp32 [B] is each weight's scale as stored, by which codes' values are divided or multiplied;
+    program. NVFP4: DIVIDES: codes' values are divided by the weight's scale, or else multiplied;
     RAISED: some of the weights are so small that their multipliers may be subnormal."""
     g = tl.program_id(0) * TILE + tl.arange(0, TILE)
     half: tl.constexpr = GROUP // 2
@@ -192,7 +191,7 @@ def encode_rows4(
         by, inverse = factor[:, None], tl.div_rn(1.0, factor)[:, None]
         first, second = divided(lo, by, inverse), divided(hi, by, inverse)
     else:
-        whole = tl.load(tops + tl.program_id(1))
+        whole = tl.load(table + tl.program_id(1) * 4 + 3).to(tl.int32).to(tl.float32, bitcast=True)
         if RAISED:
             least = tl.div_rn(1.0, whole) if DIVIDES else whole
             raises = tl.where(least < _TINY, _RAISES, 1.0)
