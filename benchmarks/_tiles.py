@@ -7,7 +7,7 @@ sys.path.insert(0, ".")
 from quant.kernels import launch
 from quant.kernels.traffic import traffics
 from quant.registry import make_codec
-from quant.spec import QuantSpec
+from quant.spec import QuantFormat, QuantSpec
 
 N = 16
 ws = [torch.randn(7168, 2048, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(N)]
@@ -52,7 +52,7 @@ for tile, warps in (
     for fmt in ("fp8", "fp8-ue8m0", "int4", "mxfp8", "mxfp4", "nvfp4"):
         if fmt.startswith("fp8") and (tile, warps) not in ((4096, 4), (4096, 8), (1024, 2)):
             continue
-        codec = make_codec(QuantSpec(format=fmt))
+        codec = make_codec(QuantSpec(format=QuantFormat(fmt)))
         found = codec.encode({f"model.layers.3.mlp.experts.{i}.down_proj.weight": w for i, w in enumerate(ws)})
         k = launch.Kernels(fmt, codec.block, codec.divides)
         leaves = list(codec.stored)
