@@ -51,8 +51,11 @@ EXPERTS = 16
 Function = Callable[..., Any]
 
 
-def seconds(function: Callable[[], Any], *, least: int = 10, budget_s: float = 0.25) -> float:
-    """Median of at least `least` runs that take about `budget_s` in all."""
+def seconds(
+    function: Callable[[], Any], *, least: int = 10, budget_s: float = 0.25, before: Callable[[], Any] | None = None
+) -> float:
+    """Median of at least `least` runs that take about `budget_s` in all. before: what the device does while a run is
+    prepared on the host."""
     cuda = torch.cuda.is_available()
     for _ in range(3):
         function()
@@ -66,6 +69,8 @@ def seconds(function: Callable[[], Any], *, least: int = 10, budget_s: float = 0
     took = []
     for _ in range(runs):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if before is not None:
+            before()
         start.record()
         function()
         end.record()
@@ -87,6 +92,7 @@ class Rates:
     scale: int
     device: Device
     figures: dict[str, Any] = field(default_factory=dict)
+    before: Callable[[], Any] | None = None  # as of `seconds`
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.where, dtype=torch.bfloat16)
@@ -98,7 +104,7 @@ class Rates:
         self._add(kind, what, nbytes, "GB/s", 1e9, partial(function, *arguments))
 
     def _add(self, kind: str, what: str, amount: float, unit: str, per: float, function: Function) -> None:
-        took = seconds(function)
+        took = seconds(function, before=self.before)
         rate, plan = amount / took, assumed(kind, self.device)
         of_plan = f"{rate / plan:.2f} of the plan's" if plan else ""
         print(f"{what:44}{took * 1e3:10.3f} ms{rate / per:10.1f} {unit:8}{of_plan}", flush=True)
@@ -214,7 +220,7 @@ def whole_codec(rates: Rates, what: str, codec: Codec, bundle: dict[str, Tensor]
 
 
 def kernels(rates: Rates, codec: Codec, bundle: dict[str, Tensor], copy: float) -> None:
-    """What kernels take without the allocation of what they write and the wait for their flags."""
+    """What kernels take without the host's time: copies keep the device busy while it prepares their launches."""
     from quant.kernels import launch
 
     found, weights = codec.encode(bundle), list(bundle.values())
@@ -223,7 +229,7 @@ def kernels(rates: Rates, codec: Codec, bundle: dict[str, Tensor], copy: float) 
     stored = [(q.stored[codes], q.stored[scales]) for q in found.values()]
     out = torch.empty(len(weights), *weights[0].shape, device=rates.where, dtype=torch.bfloat16).unbind()
     top = None
-    if codec.of_weight is not None:
+    if codec.of_weight:
         top = torch.stack([q.stored[codec.of_weight] for q in found.values()]).flatten()
     tops = None if top is None else top.cpu()
 
@@ -237,6 +243,12 @@ def kernels(rates: Rates, codec: Codec, bundle: dict[str, Tensor], copy: float) 
             launch.amax(weights)
         made.fake(weights, out, tops)
 
+    def busy() -> None:
+        for _ in range(4):
+            spare[1].copy_(spare[0])
+
+    spare = torch.empty(2, len(weights) * weights[0].numel(), device=rates.where, dtype=torch.bfloat16)
+    rates.before = busy
     runs: dict[str, Callable[[], object]] = {"encode": encode, "fake": fake}
     runs["decode"] = partial(made.decode, [c for c, _ in stored], [s for _, s in stored], out, top, rounded=True)
     for t in traffics():
@@ -244,6 +256,7 @@ def kernels(rates: Rates, codec: Codec, bundle: dict[str, Tensor], copy: float) 
             what = f"{t.format}, kernel alone, {t.work}, moved"
             rates.bytes("codec", what, t.moved * sum(w.numel() for w in weights), runs[t.work])
             print(f"{'':44}{rates.figures[f'{what}, GB/s'] / copy:.2f} of the copy")
+    rates.before = None
 
 
 def assumed(kind: str, device: Device) -> float | None:

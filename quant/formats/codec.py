@@ -45,7 +45,7 @@ class Codec(ABC):
     stored: Mapping[str, PerBlock | PerWeight]
     dropped: frozenset[str] = frozenset()  # leaves that are not read; the codec generates those that are in `stored`
     shared_amax: ClassVar[bool] = False  # whether scales depend on the largest magnitude of a whole bundle
-    of_weight: str | None = None  # the `PerWeight` leaf that holds the result of `_shared`
+    of_weight: str = ""  # the `PerWeight` leaf that holds the result of `_shared`; "": there is none
     divides: bool = False  # whether decoding divides by it
     bf16_values: ClassVar[bool] = False  # whether decoded values are bf16 in every dtype of computation
 
@@ -192,12 +192,24 @@ class Codec(ABC):
 
     def _encode_by(self, kernels: Kernels, some: Mapping[str, Tensor], top: Tensor | None) -> Iterator[QuantTensor]:
         weights = [_on_device(w) for w in some.values()]
-        first, shape = weights[0], (weights[0].shape[0], weights[0].shape[1])
-        tops = [None] * len(weights) if top is None else [t.clone() for t in top.to(first.device).split(1)]
-        own = [self._empty(shape, one, 1, first.device) for one in tops]
-        found = [QuantTensor({leaf: t[0] for leaf, t in one.items()}, shape) for one in own]
-        codes, scales = (leaf for leaf, kind in self.stored.items() if isinstance(kind, PerBlock))
-        self._refuse(some, kernels.encode(weights, [(q.stored[codes], q.stored[scales]) for q in found], top))
+        device, shape = weights[0].device, (weights[0].shape[0], weights[0].shape[1])
+        codes, scales = (self.layout(shape)[leaf] for leaf, kind in self.stored.items() if isinstance(kind, PerBlock))
+        stored = [tuple(torch.empty(s, dtype=d, device=device) for d, s in (codes, scales)) for _ in weights]
+        damaged = kernels.encode(weights, stored, top)
+        tops = [None] * len(weights) if top is None else [torch.full((1,), t, device=device) for t in top.tolist()]
+        found = []
+        for tensors, one in zip(stored, tops, strict=True):
+            tiled, whole = iter(tensors), self._whole(shape, one)
+            found.append(
+                QuantTensor(
+                    {
+                        leaf: whole[leaf].expand(1, *kind.shape)[0] if isinstance(kind, PerWeight) else next(tiled)
+                        for leaf, kind in self.stored.items()
+                    },
+                    shape,
+                )
+            )
+        self._refuse(some, damaged)
         return iter(found)
 
     def _empty(self, shape: tuple[int, int], top: Tensor | None, count: int, device: torch.device) -> dict[str, Tensor]:
@@ -255,13 +267,23 @@ class Codec(ABC):
     def amax(self, w: Tensor) -> Tensor:
         """The largest magnitude of the bf16 copy of a weight, fp32, 0-d; NaN or infinite when the weight is not
         finite. Ranks that hold shards of a bundle reduce it by maximum."""
-        w = w.detach().to(torch.bfloat16)
-        if uses_triton(w):
+        return self._amaxes({"": w})[""]
+
+    def _amaxes(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`amax` of each; one launch of a kernel for all weights of one size."""
+        found: dict[str, Tensor] = {}
+        alike: defaultdict[tuple[int, torch.device], dict[str, Tensor]] = defaultdict(dict)
+        for name, w in weights.items():
+            w = w.detach().to(torch.bfloat16)
+            if uses_triton(w) and _is_plain(w) and not w.numel() % 2:
+                alike[w.numel(), w.device][name] = w
+            else:
+                found[name] = w.view(torch.int16).bitwise_and(0x7FFF).amax().view(torch.bfloat16).float()
+        for some in alike.values():
             from quant.kernels import launch
 
-            if launch.serves_amax(w):
-                return launch.amax([w])[0]
-        return w.view(torch.int16).bitwise_and(0x7FFF).amax().view(torch.bfloat16).float()
+            found |= dict(zip(some, launch.amax(list(some.values())).unbind(), strict=True))
+        return found
 
     def _quantize(
         self, bundle: Mapping[str, Tensor], w: Tensor, top: Tensor | None
@@ -272,7 +294,7 @@ class Codec(ABC):
 
     def _refuse(self, bundle: Mapping[str, Tensor], damaged: Tensor) -> None:
         """Raises ValueError naming a weight that is not finite, where one of the flags is set."""
-        if bool(damaged.any()):
+        if any(damaged.flatten().tolist()):
             bad = next(n for n, x in bundle.items() if not bool(torch.isfinite(x.to(torch.bfloat16)).all()))
             raise ValueError(f"{bad}: the weight has {_DAMAGED}")
 
@@ -313,7 +335,7 @@ class Codec(ABC):
 
     def _tops(self, bundle: Mapping[str, Tensor], amax: Mapping[str, Tensor] | None) -> Mapping[str, float]:
         """The largest magnitude of each weight's bundle. One copy from the device for all."""
-        given = {name: self.amax(w) for name, w in bundle.items()} if amax is None else amax
+        given = self._amaxes(bundle) if amax is None else amax
         if not given:
             return {}
         tops = dict(zip(given, torch.stack(list(given.values())).tolist(), strict=True))
@@ -392,12 +414,12 @@ class Codec(ABC):
         """Stored tensors of each of B weights -> out [B, n, k], with values rounded to `dtype`."""
         tiled = [leaf for leaf, kind in self.stored.items() if isinstance(kind, PerBlock)]
         codes, scales = ([t.contiguous() for t in stored[leaf]] for leaf in tiled)
-        top = None if self.of_weight is None else torch.stack(list(stored[self.of_weight])).flatten()
+        top = torch.stack(list(stored[self.of_weight])).flatten() if self.of_weight else None
         kernels.decode(codes, scales, out.unbind(), top, rounded=self.bf16_values or dtype is torch.bfloat16)
 
     def _decode(self, stacked: Mapping[str, Tensor], out: Tensor, dtype: torch.dtype) -> None:
         """Stored tensors [B, ...] -> out [B, n, k], with values rounded to `dtype`."""
-        top = None if self.of_weight is None else stacked[self.of_weight].flatten()
+        top = stacked[self.of_weight].flatten() if self.of_weight else None
         tiled = [(kind, stacked[leaf]) for leaf, kind in self.stored.items() if isinstance(kind, PerBlock)]
         shape = (out.shape[1], out.shape[2])
         for rows, columns in tiles(shape, self.block, tile_elements(out.device) // len(out)):

@@ -41,9 +41,9 @@ def larger_bits(lo, hi):
 def divided(x, by, inverse):
     """x / by in three instructions instead of eight. inverse: 1 / by, rounded to nearest.
 
-    Rounded as by IEEE division wherever the code of the quotient depends on it: tests/support/triton_division.py
-    has all such pairs of a bf16 weight and a scale. The remainder is negated twice so that -0 / by is -0; Triton's
-    unary minus is 0 - x, while a factor of -1 becomes the sign of an operand.
+    Rounded as by IEEE division where 1 / by, quotient and remainder are normal numbers and a code depends on it:
+    tests/support/triton_division.py has all such pairs of a bf16 weight and a scale. The remainder is negated twice so
+    that -0 / by is -0; Triton's unary minus is 0 - x, while a factor of -1 becomes the sign of an operand.
     """
     q = x * inverse
     return tl.fma(tl.fma(q, by, x * -1.0) * -1.0, inverse, q)

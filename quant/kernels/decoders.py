@@ -1,6 +1,6 @@
 """Triton kernels that decode stored codes and scales.
 
-`table` int64 [B, 3]: addresses of the codes, the output and the scales, for B weights of one shape; all are contiguous.
+`table` int64 [B, 4]: addresses of the codes, the output and the scales, for B weights of one shape; all are contiguous.
 OUT: dtype of the output, bf16 or fp32. ROUND: values are rounded to bf16 first.
 """
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quant.kernels.arithmetic import e2m1_value, e4m3_value, e8m0, int4_value
+from quant.kernels.arithmetic import divided, e2m1_value, e4m3_value, e8m0, int4_value
+
+_EXACT_BELOW = tl.constexpr(2.0**60)  # of NVFP4's scales of weights: quotients and remainders are normal numbers
 
 
 @triton.jit
 def _pointer(table, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = tl.load(table + tl.program_id(1) * 3 + column).to(tl.pointer_type(dtype))
+    pointer = tl.load(table + tl.program_id(1) * 4 + column).to(tl.pointer_type(dtype))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
@@ -64,7 +66,11 @@ def _scale(table, g, some, top, FORMAT: tl.constexpr, DIVIDES: tl.constexpr):
         if FORMAT != "nvfp4":
             return e8m0(stored)
         elif DIVIDES:
-            return tl.div_rn(e4m3_value(stored), top)
+            value = e4m3_value(stored)
+            if top < _EXACT_BELOW:
+                return divided(value, top, tl.div_rn(1.0, top))
+            else:
+                return tl.div_rn(value, top)
         else:
             return e4m3_value(stored) * top
 

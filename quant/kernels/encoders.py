@@ -1,8 +1,8 @@
 """Triton kernels that quantize bf16 weights, or round them to the values of their codes.
 
-`table` int64 [B, 3]: addresses of the weight, its codes and its scales, or of the rounded weight (FAKE) in place of
-the codes, for B weights of one shape. Weights and codes are contiguous. `flags` int32 [B] becomes 1 for a weight with
-NaN or infinite values. A format's rule stands in its module of `quant/formats`.
+`table` int64 [B, 4]: addresses of the weight, its codes (with FAKE, of the rounded weight) and its scales, and the bits
+of its NVFP4 scale as stored, for B weights of one shape. Weights and codes are contiguous. `flags` int32 [B] becomes 1
+for a weight with NaN or infinite values. A format's rule stands in its module of `quant/formats`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ZERO_BLOCK = tl.constexpr(scale_rules.ZERO_BLOCK_AMAX)
 
 @triton.jit
 def _pointer(table, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = tl.load(table + tl.program_id(1) * 3 + column).to(tl.pointer_type(dtype))
+    pointer = tl.load(table + tl.program_id(1) * 4 + column).to(tl.pointer_type(dtype))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
@@ -141,13 +141,13 @@ def encode_rows8(
 
 
 @triton.jit
-def _nvfp4_scale(top, whole, raises, DIVIDES: tl.constexpr):
+def _nvfp4_scale(top, whole, raises, DIVIDES: tl.constexpr, RAISED: tl.constexpr):
     """Amax of groups and the stored scale of the weight -> their e4m3 scales as fp32, the multipliers of codes, and
     what quotients are computed with: the multiplier times `raises`, and the reciprocal of that."""
-    x = tl.div_rn(top, _E2M1_MAX)
+    x = tl.div_rn(top, _E2M1_MAX) if RAISED else divided(top, _E2M1_MAX, 1.0 / _E2M1_MAX)
     if DIVIDES:
         scale = e4m3_nearest(tl.minimum(x * whole, _E4M3_MAX))
-        factor = tl.div_rn(scale, whole)
+        factor = tl.div_rn(scale, whole) if RAISED else divided(scale, whole, tl.div_rn(1.0, whole))
     else:
         scale = e4m3_nearest(tl.minimum(tl.div_rn(x, whole), _E4M3_MAX))
         factor = scale * whole
@@ -160,7 +160,6 @@ def _nvfp4_scale(top, whole, raises, DIVIDES: tl.constexpr):
 def encode_rows4(
     table,
     flags,
-    tops,
     groups,
     FORMAT: tl.constexpr,
     DIVIDES: tl.constexpr,
@@ -171,7 +170,7 @@ def encode_rows4(
     RAISED: tl.constexpr,
 ):
     """Codes of four bits with a scale for each GROUP columns of a row: "int4", "mxfp4" or "nvfp4". TILE groups a
-    program. NVFP4: `tops` fp32 [B] is each weight's scale as stored, by which codes' values are divided or multiplied;
+    program. NVFP4: DIVIDES: codes' values are divided by the weight's scale, or else multiplied;
     RAISED: some of the weights are so small that their multipliers may be subnormal."""
     g = tl.program_id(0) * TILE + tl.arange(0, TILE)
     half: tl.constexpr = GROUP // 2
@@ -187,18 +186,18 @@ def encode_rows4(
         factor, inverse = e8m0(code), e8m0(254 - code)
         first, second = lo * inverse[:, None], hi * inverse[:, None]
     elif FORMAT == "int4":
-        scale = tl.minimum(tl.maximum(tl.div_rn(top, _LEVELS), _LEAST), _GREATEST).to(tl.bfloat16)
+        scale = tl.minimum(tl.maximum(divided(top, _LEVELS, 1.0 / _LEVELS), _LEAST), _GREATEST).to(tl.bfloat16)
         factor = scale.to(tl.float32)
         by, inverse = factor[:, None], tl.div_rn(1.0, factor)[:, None]
         first, second = divided(lo, by, inverse), divided(hi, by, inverse)
     else:
-        whole = tl.load(tops + tl.program_id(1))
+        whole = tl.load(table + tl.program_id(1) * 4 + 3).to(tl.int32).to(tl.float32, bitcast=True)
         if RAISED:
             least = tl.div_rn(1.0, whole) if DIVIDES else whole
             raises = tl.where(least < _TINY, _RAISES, 1.0)
         else:
             raises = 1.0
-        scale, factor, by, inverse = _nvfp4_scale(top, whole, raises, DIVIDES)
+        scale, factor, by, inverse = _nvfp4_scale(top, whole, raises, DIVIDES, RAISED)
         by, inverse = by[:, None], inverse[:, None]
         first, second = divided(lo * raises, by, inverse), divided(hi * raises, by, inverse)
     if FAKE:

@@ -68,7 +68,7 @@ class Kernels:
 
     def _quantize(self, tensors: Sequence[tuple[Tensor, Tensor, Tensor]], tops: Tensor | None, fake: bool) -> Tensor:
         w = tensors[0][0]
-        table, aligned = _table(tensors, 2)
+        table, aligned = _table(tensors, 2, tops)
         flags = torch.zeros(len(tensors), dtype=torch.int32, device=w.device)
         rest = {"FAKE": fake, "ALIGNED": aligned, **_EXACT}
         with _on(w):
@@ -80,9 +80,8 @@ class Kernels:
                 self._along_rows(encoders.encode_rows8, w, len(tensors), table, flags, **rest)
             else:
                 raised = tops is not None and bool((tops.reciprocal() if self.divides else tops).min() < encoders.TINY)
-                scales = flags if tops is None else _sent(tops, w.device)
                 rest |= {"DIVIDES": self.divides, "RAISED": raised}
-                self._along_rows(encoders.encode_rows4, w, len(tensors), table, flags, scales, **rest)
+                self._along_rows(encoders.encode_rows4, w, len(tensors), table, flags, **rest)
         return flags
 
     def decode(
@@ -97,7 +96,7 @@ class Kernels:
         """Codes and scales -> out [n, k], bf16 or fp32. tops: as of `Codec._scaled`, on the device. rounded: to bf16
         first."""
         w = out[0]
-        table, aligned = _table([(c, o, s) for c, o, s in zip(codes, out, scales, strict=True)], 2)
+        table, aligned = _table(list(zip(codes, out, scales, strict=True)), 2)
         rest = {"OUT": _OUT[w.dtype], "ROUND": rounded, "ALIGNED": aligned, **_EXACT}
         with _on(w):
             if not self._in_rows:
@@ -122,15 +121,9 @@ class Kernels:
         kernel[(triton.cdiv(groups, tile), count)](*arguments, groups, **of_format, **rest, num_warps=_WARPS)
 
 
-def serves_amax(w: Tensor) -> bool:
-    """Whether `amax` has a kernel for a weight: it reads two neighbours as one word, which must not cross words."""
-    words = w.numel() % 2 == 0 and w.data_ptr() % 4 == 0
-    return w.dtype is torch.bfloat16 and w.is_contiguous() and 0 < w.numel() < _LAST and words
-
-
 def amax(weights: Sequence[Tensor]) -> Tensor:
-    """fp32 [B]: largest magnitudes of contiguous bf16 weights of one even number of elements; NaN or infinite where a
-    weight is not finite."""
+    """fp32 [B]: largest magnitudes of contiguous bf16 weights of one even number of elements, at multiples of 4 bytes;
+    NaN or infinite where a weight is not finite."""
     w = weights[0]
     table, aligned = _table([(w, w, w) for w in weights], 1)
     bits = torch.zeros(len(weights), dtype=torch.int32, device=w.device)
@@ -141,17 +134,19 @@ def amax(weights: Sequence[Tensor]) -> Tensor:
     return bits.view(torch.float32)
 
 
-def _table(tensors: Sequence[tuple[Tensor, Tensor, Tensor]], wide: int) -> tuple[Tensor, bool]:
-    """int64 [B, 3] of addresses, on their device, and whether the first `wide` of each are multiples of 16."""
-    rows = [tuple(t.data_ptr() for t in row) for row in tensors]
-    aligned = all(address % _ALIGNMENT == 0 for row in rows for address in row[:wide])
-    return _sent(torch.tensor(rows, dtype=torch.int64), tensors[0][0].device), aligned
-
-
-def _sent(small: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on `device`, without waiting for what runs there."""
-    return small if device.type == "cpu" else small.pin_memory().to(device, non_blocking=True)
+def _table(
+    tensors: Sequence[tuple[Tensor, Tensor, Tensor]], wide: int, tops: Tensor | None = None
+) -> tuple[Tensor, bool]:
+    """int64 [B, 4] of addresses and the bits of `tops`, fp32 on the CPU, on its way to the tensors' device; and whether
+    the first `wide` of each are multiples of 16."""
+    device = tensors[0][0].device
+    table = torch.empty(len(tensors), 4, dtype=torch.int64, pin_memory=device.type != "cpu")
+    rows = table.numpy()
+    rows[:, :3] = [[t.data_ptr() for t in row] for row in tensors]
+    rows[:, 3] = 0 if tops is None else tops.view(torch.int32).numpy()
+    return table.to(device, non_blocking=True), not (rows[:, :wide] % _ALIGNMENT).any()
 
 
 def _on(w: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(w.device) if w.is_cuda else contextlib.nullcontext()
+    elsewhere = w.is_cuda and torch.cuda.current_device() != w.device.index
+    return torch.cuda.device(w.device) if elsewhere else contextlib.nullcontext()

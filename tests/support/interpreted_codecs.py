@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -158,8 +159,8 @@ def both(codec: Codec, act: Callable[[], Any]) -> tuple[Any, Any]:
     """The result of PyTorch and that of kernels."""
     found = []
     for kernels in (False, True):
-        codecs.uses_triton = lambda tensor, kernels=kernels: kernels  # type: ignore[misc]
-        found.append(act())
+        with patch.object(codecs, "uses_triton", lambda tensor, kernels=kernels: kernels):
+            found.append(act())
     return found[0], found[1]
 
 
