@@ -74,7 +74,8 @@ def rounds(rank: Any, experts: int, tokens: int, groups: Sequence[int]) -> list[
 def median(axis: str, x: int, found: Sequence[Measured]) -> Point:
     driver = statistics.median(one.driver_s for one in found) * 1e3
     seconds = statistics.median(one.iteration_s for one in found)
-    return shown(axis, Point(x, seconds, f"driver {driver:.3f} ms a sample"))
+    groups = f"{x // G:,} groups, " if axis == "samples" else ""
+    return shown(axis, Point(x, seconds, f"{groups}driver {driver:.3f} ms a sample"))
 
 
 def shown(axis: str, point: Point) -> Point:
@@ -186,7 +187,7 @@ def main() -> None:
     with contextlib.ExitStack() as ends:
         ends.callback(stop_ray)
         rank = ray.remote(num_cpus=0)(Rank).remote()
-        axes["samples"] = of_samples(rank, SAMPLES[:5] if quick else SAMPLES, 1 << 10 if quick else 4 << 10)
+        axes["samples"] = of_samples(rank, SAMPLES[:5] if quick else SAMPLES, 1 << 10 if quick else 2 << 10)
         axes["tokens"] = of_lengths(rank, LENGTHS[::3] if quick else LENGTHS, 1 if quick else 3)
         axes["experts"] = of_experts(rank, OF_EXPERTS[::5] if quick else OF_EXPERTS, 1 if quick else 3)
     figures: dict[str, float] = {"bytes_a_prompt": after, "peak_bytes_a_prompt": peak}
