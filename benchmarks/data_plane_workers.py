@@ -86,7 +86,6 @@ class _Sampler:
         return {}
 
 
-@ray.remote(num_cpus=0)
 class Rank:
     """Stands for all ranks of a step: fills their micro-batches from what it gets, and compares the routes of each
     layer with others of the same experts, as a forward pass compares them with its routers' choice."""
@@ -121,11 +120,11 @@ def with_workers(
     *,
     groups: Sequence[int],
     logs: Path,
-    ranks: bool = False,
+    rank: Any = None,
 ) -> list[Measured]:
     """A figure for each round, of so many groups; the first is of processes that are cold. Ray is started already.
 
-    ranks: with a process that stands for the ranks."""
+    rank: a handle of an actor of `Rank`; None: the portions are cut and not used."""
     held = reserve(1, 0, run="data_plane", when_busy="refuse", timeout_s=60, say=print)
     nodes = RunNodes(nodes=held.nodes, facts=held.facts, cluster=ClusterConfig(), local=True)
     slots = [Slot(role="rollout", index=w, node=0, gpus=()) for w in range(len(urls))]
@@ -134,7 +133,6 @@ def with_workers(
     half = len(recipe.shape.moe_layers) // 2
     parts = [ShardSpec(layers=recipe.shape.moe_layers[:half]), ShardSpec(layers=recipe.shape.moe_layers[half:])]
     packer = Packer(dp_size=2, max_tokens=max(2 * recipe.tokens, 1 << 16))
-    rank = Rank.remote() if ranks else None
 
     async def one(round_index: int, processes: Sequence[psutil.Process]) -> Measured:
         count = groups[round_index]

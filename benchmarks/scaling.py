@@ -3,8 +3,9 @@
 An iteration is what data_plane_workers.py does with a round: one worker samples groups of four from a replayed server,
 the driver gets records, plans and has the portions cut, and a process that stands for the ranks fills their
 micro-batches and compares the routes with routers' choices, which is what depends on the number of experts. Model,
-rewards and optimizer are left out. Shape: 4 layers with experts, top 8 of 64. Samples: of 1,024 tokens; tokens and
-experts: 64 samples, experts with 4,096 tokens.
+rewards and optimizer are left out. Shape: 4 layers with experts, top 8 of 64. Samples: of 256 tokens, so that the
+largest step fits the 512 MiB of the object store of a Ray that a run starts; tokens and experts: 64 samples, experts
+with 4,096 tokens.
 
 A start reads a jsonl file of short prompts, in a fresh process for each size and with a stand-in for the tokenizer, of
 one token a byte: seconds by the clock, and resident memory after it and at its peak, beyond that before.
@@ -26,13 +27,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
+import ray
 from data_plane import VOCABULARY, recorded, replayed
-from data_plane_workers import G, Measured, Replayed, with_workers
+from data_plane_workers import G, Measured, Rank, Replayed, with_workers
 from figures import add_write, finish
 
 from miles_like.nodes.session import start_ray, stop_ray
@@ -40,7 +43,7 @@ from rollout.prompts.config import DataConfig
 from rollout.prompts.mix import PromptSource
 from rollout.sglang.samples import RoutingShape
 
-LAYERS, TOP_K, EXPERTS, TOKENS, GROUPS = 4, 8, 64, 1024, 16
+LAYERS, TOP_K, EXPERTS, TOKENS, GROUPS = 4, 8, 64, 256, 16
 SAMPLES = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
 LENGTHS = [16, 64, 256, 1 << 10, 4 << 10, 16 << 10, 32 << 10]
 OF_EXPERTS, OF_EXPERTS_TOKENS = [8, 16, 32, 64, 128, 256], 4 << 10
@@ -59,37 +62,41 @@ class Point(NamedTuple):
     beside: str  # further figures, as text
 
 
-def rounds(experts: int, tokens: int, groups: Sequence[int]) -> list[Measured]:
+def rounds(rank: Any, experts: int, tokens: int, groups: Sequence[int]) -> list[Measured]:
     """Of each round after a first one of processes that are cold."""
     shape = RoutingShape(num_layers=LAYERS, moe_layers=tuple(range(LAYERS)), top_k=TOP_K, num_experts=experts)
     prompt = min(256, tokens // 2)
     with replayed(recorded(tokens, shape, prompt)) as url, tempfile.TemporaryDirectory() as logs:
         recipe = Replayed(shape, VOCABULARY, tokens)
-        return with_workers([url], recipe, range(prompt), groups=[GROUPS, *groups], logs=Path(logs), ranks=True)[1:]
+        return with_workers([url], recipe, range(prompt), groups=[GROUPS, *groups], logs=Path(logs), rank=rank)[1:]
 
 
-def median(x: int, found: Sequence[Measured]) -> Point:
+def median(axis: str, x: int, found: Sequence[Measured]) -> Point:
     driver = statistics.median(one.driver_s for one in found) * 1e3
-    return Point(x, statistics.median(one.iteration_s for one in found), f"driver {driver:.3f} ms a sample")
+    seconds = statistics.median(one.iteration_s for one in found)
+    groups = f"{x // G:,} groups, " if axis == "samples" else ""
+    return shown(axis, Point(x, seconds, f"{groups}driver {driver:.3f} ms a sample"))
 
 
-def of_samples(sizes: Sequence[int], most: int) -> list[Point]:
+def shown(axis: str, point: Point) -> Point:
+    print(f"{axis} {point.x}: {point.seconds:.4g} s, {point.beside}", flush=True)
+    return point
+
+
+def of_samples(rank: Any, sizes: Sequence[int], most: int) -> list[Point]:
     """most: samples over all rounds of a size, of which there is one at least and five at most."""
     repeats = [min(5, max(1, most // n)) for n in sizes]
-    found = rounds(EXPERTS, TOKENS, [n // G for n, k in zip(sizes, repeats, strict=True) for _ in range(k)])
-    out = []
-    for n, k in zip(sizes, repeats, strict=True):
-        out.append(median(n, found[:k]))
-        del found[:k]
-    return out
+    found = rounds(rank, EXPERTS, TOKENS, [n // G for n, k in zip(sizes, repeats, strict=True) for _ in range(k)])
+    ends = list(accumulate(repeats))
+    return [median("samples", n, found[end - k : end]) for n, k, end in zip(sizes, repeats, ends, strict=True)]
 
 
-def of_lengths(lengths: Sequence[int], count: int) -> list[Point]:
-    return [median(tokens, rounds(EXPERTS, tokens, [GROUPS] * count)) for tokens in lengths]
+def of_lengths(rank: Any, lengths: Sequence[int], count: int) -> list[Point]:
+    return [median("tokens", tokens, rounds(rank, EXPERTS, tokens, [GROUPS] * count)) for tokens in lengths]
 
 
-def of_experts(numbers: Sequence[int], count: int) -> list[Point]:
-    return [median(n, rounds(n, OF_EXPERTS_TOKENS, [GROUPS] * count)) for n in numbers]
+def of_experts(rank: Any, numbers: Sequence[int], count: int) -> list[Point]:
+    return [median("experts", n, rounds(rank, n, OF_EXPERTS_TOKENS, [GROUPS] * count)) for n in numbers]
 
 
 class Bytes:
@@ -141,7 +148,7 @@ def of_prompts(sizes: Sequence[int]) -> tuple[list[Point], float, float]:
             seconds, kept, most = pool.apply(_start, (str(path),))
         after, peak = kept / n, most / n
         beside = f"{seconds / n * 1e6:.3g} s a million, {after:.3g} bytes a prompt, {peak:.3g} at the peak"
-        out.append(Point(n, seconds, beside))
+        out.append(shown("prompts", Point(n, seconds, beside)))
     return out, after, peak
 
 
@@ -179,9 +186,10 @@ def main() -> None:
     start_ray(None)
     with contextlib.ExitStack() as ends:
         ends.callback(stop_ray)
-        axes["samples"] = of_samples(SAMPLES[:5] if quick else SAMPLES, 1 << 10)
-        axes["tokens"] = of_lengths(LENGTHS[::2] if quick else LENGTHS, 1 if quick else 3)
-        axes["experts"] = of_experts(OF_EXPERTS[::2] if quick else OF_EXPERTS, 1 if quick else 3)
+        rank = ray.remote(num_cpus=0)(Rank).remote()
+        axes["samples"] = of_samples(rank, SAMPLES[:5] if quick else SAMPLES, 1 << 10 if quick else 2 << 10)
+        axes["tokens"] = of_lengths(rank, LENGTHS[::3] if quick else LENGTHS, 1 if quick else 3)
+        axes["experts"] = of_experts(rank, OF_EXPERTS[::5] if quick else OF_EXPERTS, 1 if quick else 3)
     figures: dict[str, float] = {"bytes_a_prompt": after, "peak_bytes_a_prompt": peak}
     for axis, points in axes.items():
         figures[f"{axis}_exponent"] = exponent(points[len(points) // 2 :] if len(points) > 3 else points[-2:])
