@@ -22,7 +22,7 @@ from quant.kernels import decoders, encoders
 
 _ALIGNMENT = 16  # bytes of one load or store of a thread
 _GREATEST_BLOCK = 1 << 14  # weights of a block, which one program holds in registers
-_BLOCK_WARPS = 8  # of such a program, for blocks of more than 4,096 weights
+_BLOCK_WARPS = 4  # of such a program, for blocks of more than 4,096 weights
 _TILE = 1 << 12  # weights of a program of the other kernels
 _WARPS = 4
 _LAST = 1 << 31  # weights and codes are counted in int32
