@@ -25,10 +25,12 @@ from miles_like.cluster.placement import Slot
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.cluster.workers.actors import StartActor
 from miles_like.cluster.workers.pool import RolloutWorkers
+from miles_like.cluster.workers.values import HeldValues
 from miles_like.cluster.workers.worker import Sampling
 from miles_like.config.sections.cluster import ClusterConfig
 from miles_like.nodes.reservation import reserve
-from miles_like.types import PlannedBatch, Prompt, SampleGroup, SamplingParams
+from miles_like.records import PlannedBatch
+from miles_like.types import Prompt, SampleGroup, SamplingParams
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.samples import RoutingShape
 from routing_replay.align import ShardSpec
@@ -55,6 +57,7 @@ class Replayed:
             engines=sampler,
             filter=lambda group: None,
             answer=sampler,
+            work=sampler,
             close=client.close,
         )
 
@@ -110,7 +113,7 @@ def with_workers(
         seconds = time.perf_counter() - wall
         (batch,) = packer.steps(found, [[1.0] * G] * groups)
         assert isinstance(batch, PlannedBatch)
-        pulled = await workers.pull(batch, [(row, part) for row in range(2) for part in parts])
+        pulled = await HeldValues(workers).pull(batch, [(row, part) for row in range(2) for part in parts])
         memory = max(p.memory_info().rss - b for p, b in zip(processes, before, strict=True))
         workers.release(found)
         del pulled

@@ -16,21 +16,15 @@ from miles_like.batch.parcel import Parcel
 from miles_like.batch.portion import Portion, filled
 from miles_like.checkpoint.ledger import Ledger
 from miles_like.cluster.workers.pool import RolloutWorkers
+from miles_like.cluster.workers.values import HeldValues
 from miles_like.cluster.workers.worker import Sampling
 from miles_like.loop.buffer import DataBuffer, Taken
 from miles_like.loop.feed import Feed
 from miles_like.loop.producer import Producer
+from miles_like.records import PlannedBatch, PlannedMicroBatch, RecordGroup, SampleRecord
 from miles_like.report.progress import PhaseBar
 from miles_like.stopping import StopRequest
-from miles_like.types import (
-    PlannedBatch,
-    PlannedMicroBatch,
-    Prompt,
-    RecordGroup,
-    SampleGroup,
-    SampleRecord,
-    SamplingParams,
-)
+from miles_like.types import Prompt, SampleGroup, SamplingParams
 from routing_replay.align import ShardSpec
 from tests.support.made_samples import group, sample
 
@@ -82,7 +76,7 @@ class Made:
         ) -> Sequence[SampleGroup]:
             return [SampleGroup(prompt=p, samples=made(p.id).samples[:n]) for p in prompts]
 
-        return Sampling(sampler=own, partial=own, engines=own, filter=refused, answer=answer, close=close)
+        return Sampling(sampler=own, partial=own, engines=own, filter=refused, answer=answer, work=own, close=close)
 
 
 def made(prompt_id: str, version: int = 0) -> SampleGroup:
@@ -155,7 +149,7 @@ class Loop:
         (batch,) = Packer(dp_size=1, max_tokens=64).steps(groups, [[1.0, -1.0]] * len(groups))
         assert isinstance(batch, PlannedBatch)
         self.before_pull(self.step)
-        pulled = await self.workers.pull(batch, [PLACE])
+        pulled = await HeldValues(self.workers).pull(batch, [PLACE])
         for name, tokens in await self.fill(batch.grid[0], pulled.portions[PLACE]):
             prompt, index = name.split("/")
             assert tokens == made(prompt).samples[int(index)].token_ids[:-1].tolist()

@@ -22,9 +22,11 @@ from miles_like.batch.parcel import ParcelRefusedError
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.workers import actors
 from miles_like.cluster.workers.actors import ActorLink, StartActor
+from miles_like.cluster.workers.values import HeldValues
 from miles_like.loop.buffer import LOST
 from miles_like.nodes.session import start_ray, stop_ray
-from miles_like.types import PlannedBatch, PlannedMicroBatch, Prompt
+from miles_like.records import PlannedBatch, PlannedMicroBatch
+from miles_like.types import Prompt
 from tests.support.own_ray import this_node
 from tests.support.worker_loop import PLACE, Loop, Made, contents
 
@@ -53,7 +55,7 @@ async def opens_nothing(loop: Loop) -> None:
     groups = [g async for _, g in loop.workers.groups(0, [Prompt(id="300", token_ids=(1,), answer="")])]
     (batch,) = Packer(dp_size=1, max_tokens=64).steps(groups, [[1.0, 1.0]])
     assert isinstance(batch, PlannedBatch)
-    pulled = await loop.workers.pull(batch, [PLACE])
+    pulled = await HeldValues(loop.workers).pull(batch, [PLACE])
     assert len(await by_task(batch.grid[0], pulled.portions[PLACE])) == 2 and pulled.route_bytes
     with pytest.raises(Exception, match="the driver") as refused:
         ray.get(next(iter(pulled.portions[PLACE])))
