@@ -36,7 +36,7 @@ from miles_like.loop.recorder import InThisProcess, Recorder
 from miles_like.loop.saver import Saver
 from miles_like.loop.state import KNOWN_ANSWER, LoopState
 from miles_like.loop.step_bounds import StepBounds
-from miles_like.preflight.checks import check_over_sampling, check_workers_reward
+from miles_like.preflight.checks import check_over_sampling
 from miles_like.protocols import Algorithm, GroupFilter, RolloutEngine, TrainerRanks
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards
@@ -50,7 +50,7 @@ from miles_like.run.setup.sampler import EngineSampler, answering
 from miles_like.run.setup.teachers import RunTeachers, run_teachers
 from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter
 from miles_like.run.setup.turn_taking import TurnTaking, release_servers, released
-from miles_like.run.setup.worker_side import tokens_of, workers_of
+from miles_like.run.setup.worker_side import tokens_of
 from miles_like.stopping import Deadline, StopRequest, command_began, run_to_end
 from miles_like.turns.users import TurnAnswers, TurnFeed
 from miles_like.types import GREEDY, PublishReport, SampleGroup
@@ -78,7 +78,6 @@ def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
     c = plan.config
     rewards = Rewards(c.reward)
     check_over_sampling(c, rewards(None))
-    check_workers_reward(workers_of(plan), rewards(None))
     source = PromptSource(c.data, plan.tokenizer, seed=c.seed, compared_by=rewards(None).compares)
     held = held_out(c.eval_sets, c.data, plan.tokenizer, rewards)
     shared = decontaminate(source, {h.config.name: h.prompts for h in held}, c.data.decontaminate)

@@ -17,7 +17,7 @@ import torch
 
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.checkpoint.run_state import latest_folder, load
-from miles_like.types import SampleGroup
+from miles_like.types import Prompt, Sample, SampleGroup
 from tests.support.forked import tail
 from tests.support.kill_points import Kill
 from tests.support.local_run import Runs, tensors, untimed
@@ -70,6 +70,12 @@ def of_tokens(groups: Sequence[SampleGroup]) -> list[list[Any]]:
     return [*out[:-1], [s.token_ids / 64 - 1 for s in groups[-1].samples]]
 
 
+def ranked(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[float]:
+    """A user's reward of a whole round: the share of its samples whose tokens have a smaller sum."""
+    sums = [int(s.token_ids.sum()) for s in samples]
+    return [sum(other < own for other in sums) / len(sums) for own in sums]
+
+
 PENALTY = ("algorithm.kl_in=reward", "algorithm.kl_coefficient=0.1")
 SHORT = ("train.steps=2", "eval.every=0")
 CASES: dict[str, tuple[str, ...]] = {
@@ -99,6 +105,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "distillation.mode=alone",
         "distillation.teachers.first={kind='self',weights='reference',prompt='{answer}! {prompt}'}",
     ),
+    "a reward of whole rounds": (*SHORT, f"reward.name={__file__}:ranked", "buffer.max_staleness=1"),
     "reinforce++": (*SHORT, "algorithm.name=reinforce_pp"),
     "a greedy answer": (
         *SHORT,

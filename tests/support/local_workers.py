@@ -13,7 +13,7 @@ from typing import Any
 
 from miles_like.batch import parcel
 from miles_like.batch.parcel import Parcel
-from miles_like.cluster.workers.pool import WorkerEnded
+from miles_like.cluster.workers.link import WorkerEnded
 from miles_like.cluster.workers.worker import RolloutWorker, SamplingFactory
 from miles_like.types import SampleGroup
 

@@ -15,7 +15,7 @@ from miles_like.batch.parcel import Parcel
 from miles_like.cluster.actors import Process
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.run_nodes import RunNodes
-from miles_like.cluster.workers.pool import SentLostError, WorkerEnded
+from miles_like.cluster.workers.link import SentLostError, WorkerEnded
 from miles_like.cluster.workers.worker import RolloutWorker, SamplingFactory
 from miles_like.nodes.waits import error_message
 from miles_like.records import ColumnsLostError

@@ -17,40 +17,15 @@ from typing import Any, Protocol
 
 from miles_like.batch.parcel import refuse_parcels
 from miles_like.cluster.workers.holder import keys_of
-from miles_like.cluster.workers.worker import Done, Restored
+from miles_like.cluster.workers.link import Link, WorkerEnded
+from miles_like.cluster.workers.rounds import ScoredRound
+from miles_like.cluster.workers.worker import Next, Restored
 from miles_like.loop.buffer import LOST
 from miles_like.records import ColumnsLostError, RecordGroup, SampleRecord
 from miles_like.types import Prompt, SampleGroup, SamplingParams
 from rollout.concurrency import all_or_first_error
 
 GROUPS_FOLDER = "groups"  # of a checkpoint: a file of each worker
-
-
-class WorkerEnded(RuntimeError):
-    """The process of a rollout worker has ended, or its node has."""
-
-
-class SentLostError(RuntimeError):
-    """A value that a worker was to get is lost."""
-
-
-class Link(Protocol):
-    """How the calls reach a worker, which may begin them in another order."""
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """The worker's answer, or what it raised. Raises WorkerEnded."""
-
-    def send(self, method: str, *arguments: Any) -> None:
-        """Without an answer."""
-
-    async def exchange(
-        self, method: str, *arguments: Any, sent: Sequence[Any] = (), count: int = 0
-    ) -> tuple[Any, Sequence[Any]]:
-        """A method that gets values of tokens and gives some: its answer, and references to `count` parcels of what it
-        gives. sent: references to parcels of what it gets. Raises as `call`, and SentLostError."""
-
-    def end(self) -> None:
-        """Ends the process."""
 
 
 @dataclass(slots=True)
@@ -117,8 +92,9 @@ class RolloutWorkers:
         for i, prompt in enumerate(prompts):
             shares.setdefault(await self._assign(prompt), []).append(i)
         found: asyncio.Queue[tuple[int, SampleGroup] | BaseException] = asyncio.Queue()
+        scored = ScoredRound(prompts, len(shares))
         tasks = [
-            asyncio.create_task(self._share(self._workers[slot], round_index, prompts, places, found))
+            asyncio.create_task(self._share(self._workers[slot], round_index, prompts, places, found, scored))
             for slot, places in shares.items()
         ]
         try:
@@ -128,6 +104,7 @@ class RolloutWorkers:
                     raise one
                 yield one
         finally:
+            scored.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
@@ -141,13 +118,17 @@ class RolloutWorkers:
         prompts: Sequence[Prompt],
         places: Sequence[int],
         found: asyncio.Queue[tuple[int, SampleGroup] | BaseException],
+        scored: ScoredRound,
     ) -> None:
-        call, left = next(self._calls), set(range(len(places)))
+        call, left, asked = next(self._calls), set(range(len(places))), False
         try:
             await worker.link.call("begin", call, round_index, [prompts[i] for i in places])
             while left:
-                complete: Sequence[Done] = await worker.link.call("next", call)
-                for done in complete:
+                now: Next = await worker.link.call("next", call)
+                if now.asks:
+                    asked = True
+                    await scored.asks(worker, call)
+                for done in now.done:
                     left.remove(done.place)
                     worker.held |= {s.key: done.nbytes for s in done.samples[:1]}
                     prompt = prompts[places[done.place]]
@@ -163,6 +144,8 @@ class RolloutWorkers:
         except Exception as e:
             found.put_nowait(e)
         finally:
+            if not asked:
+                scored.ends()
             worker.load -= sum(self.tokens(prompts[places[i]]) for i in left)
             if not worker.ended:
                 worker.link.send("end", call)

@@ -14,7 +14,8 @@ from miles_like.batch.packing import names_of
 from miles_like.cluster.rank import Place
 from miles_like.cluster.trainer_ranks import Pulled
 from miles_like.cluster.workers.holder import AskedRow, Wanted
-from miles_like.cluster.workers.pool import RolloutWorkers, SentLostError
+from miles_like.cluster.workers.link import SentLostError
+from miles_like.cluster.workers.pool import RolloutWorkers
 from miles_like.protocols import Algorithm, Numbers, Trainer
 from miles_like.records import AnyBatch, ColumnsLostError, PlannedBatch, PlannedMicroBatch, RecordGroup, SampleRecord
 from miles_like.types import SampleGroup

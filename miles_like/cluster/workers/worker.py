@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -20,10 +21,11 @@ from torch import Tensor
 from miles_like.batch.portion import Portion
 from miles_like.checkpoint.saved_groups import read_groups, write_groups
 from miles_like.cluster.workers.holder import AskedRow, ColumnHolder, Columns, Objects, added, of_records
+from miles_like.protocols import RewardFn
 from miles_like.records import RecordGroup, SampleRecord
 from miles_like.report.metrics import write_rollouts
 from miles_like.storage.completion import file_sha256
-from miles_like.types import Prompt, SampleGroup, SamplingParams
+from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, Score, Unit, Unscored
 
 
 class Sampler(Protocol):
@@ -78,6 +80,7 @@ class Sampling:
     filter: Callable[[SampleGroup], str | None]
     answer: Answer
     work: Work
+    reward: RewardFn | None = None  # of whole rounds, for which the sampler has RewardOfRounds
     close: Callable[[], Any]  # a coroutine function
 
 
@@ -95,6 +98,13 @@ class Done(NamedTuple):
     nbytes: int  # held of it
 
 
+class Next(NamedTuple):
+    """What is new in a share."""
+
+    done: Sequence[Done]
+    asks: bool  # its samples wait for their scores, until `scored` (rounds.py)
+
+
 class Restored(NamedTuple):
     """What a worker has taken over from a checkpoint's file."""
 
@@ -107,9 +117,44 @@ class Restored(NamedTuple):
 class _Share:
     """The prompts of one round that this worker samples."""
 
-    task: asyncio.Task[None]
+    task: asyncio.Task[None] = field(init=False)
     done: list[Done] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    unscored: tuple[Sequence[Prompt], Sequence[Sample]] | None = None  # prompt of each sample, and these
+    asked: bool = False  # the caller of `next` knows of them
+    scores: asyncio.Future[Sequence[Score | Unscored]] | None = None
+
+
+_SHARE: ContextVar[_Share] = ContextVar("share")  # whose groups this task samples
+
+
+@dataclass(frozen=True, slots=True)
+class RewardOfRounds:
+    """In place of a reward of Unit.BATCH: the samples of a share wait until one worker has called the reward with those
+    of all workers."""
+
+    reward: RewardFn
+
+    @property
+    def unit(self) -> Unit:
+        return self.reward.unit
+
+    @property
+    def slow(self) -> bool:
+        return self.reward.slow
+
+    @property
+    def compares(self) -> str | None:
+        return self.reward.compares
+
+    async def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Sequence[Score | Unscored]:
+        share = _SHARE.get()
+        share.unscored, share.scores = (prompts, samples), asyncio.get_running_loop().create_future()
+        share.changed.set()
+        return await share.scores
+
+    async def close(self) -> None:
+        await self.reward.close()
 
 
 class RolloutWorker:
@@ -129,19 +174,46 @@ class RolloutWorker:
 
     async def begin(self, call: int, round_index: int, prompts: Sequence[Prompt]) -> None:
         """Begins to sample a share of a round; `call`: its number."""
-        self._shares[call] = share = _Share(asyncio.create_task(self._sample(call, round_index, prompts)))
+        self._shares[call] = share = _Share()
+        context = copy_context()
+        context.run(_SHARE.set, share)
+        share.task = asyncio.create_task(self._sample(call, round_index, prompts), context=context)
         share.task.add_done_callback(lambda _: share.changed.set())
 
-    async def next(self, call: int) -> Sequence[Done]:
-        """Waits for further groups of a share, and returns those that are complete since the last call. Raises what
-        sampling has raised."""
+    async def next(self, call: int) -> Next:
+        """Waits for news of a share, and returns them. Raises what sampling has raised."""
         share = self._shares[call]
         await share.changed.wait()
         share.changed.clear()
         if share.task.done():
             share.task.result()
         done, share.done = share.done, []
-        return done
+        asks, share.asked = share.unscored is not None and not share.asked, share.unscored is not None
+        return Next(done, asks)
+
+    async def unscored(
+        self, values: Sequence[Any], call: int
+    ) -> tuple[list[str], list[tuple[Sequence[Prompt], Sequence[Sample]]]]:
+        """The samples of a share that wait for their scores, without routes, and the ids of their prompts. values:
+        none."""
+        found = self._shares[call].unscored
+        assert found is not None, "a share that asks"
+        prompts, samples = found
+        return [p.id for p in prompts], [(prompts, [replace(s, routing=None) for s in samples])]
+
+    async def score(
+        self, values: Sequence[tuple[Sequence[Prompt], Sequence[Sample]]], order: Sequence[tuple[int, int]]
+    ) -> tuple[Sequence[Score | Unscored], list[Any]]:
+        """Scores of what several workers lend, in one call. order: (which of `values`, number there) of each sample."""
+        assert self._sampling.reward is not None, "of whole rounds"
+        prompts, samples = [values[i][0][n] for i, n in order], [values[i][1][n] for i, n in order]
+        return await self._sampling.reward(prompts, samples), []
+
+    async def scored(self, call: int, scores: Sequence[Score | Unscored]) -> None:
+        """Of the samples that `unscored` gave."""
+        share = self._shares.get(call)
+        if share is not None and share.scores is not None and not share.scores.done():
+            share.scores.set_result(scores)
 
     async def end(self, call: int) -> None:
         """Ends a share, whose requests are cancelled."""

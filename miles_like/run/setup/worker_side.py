@@ -12,13 +12,13 @@ from rich.console import Console
 from miles_like.algorithms.filters import make_filter
 from miles_like.cluster.placement import PlacementPlan, Slot
 from miles_like.cluster.run_nodes import RunNodes
-from miles_like.cluster.workers.worker import Sampling
+from miles_like.cluster.workers.worker import RewardOfRounds, Sampling
 from miles_like.config.run import RunConfig
 from miles_like.config.sections.reward import RewardConfig
 from miles_like.experience.teachers import Teachers
 from miles_like.experience.token_work import TokenWork
 from miles_like.plugins import GIVEN
-from miles_like.rewards.load import Rewards, make_reward
+from miles_like.rewards.load import Rewards
 from miles_like.run.setup.model_plan import ModelPlan, model_plan, run_algorithm
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.sampler import EngineSampler, answering
@@ -42,9 +42,8 @@ def workers_of(plan: ModelPlan) -> int:
 
 
 def rewards_need_driver(reward: RewardConfig) -> bool:
-    """Whether the rewards are functions that the driver alone has, or score all groups of a round at once."""
-    given = any(name.startswith(GIVEN) for name in reward.weights)
-    return given or make_reward(reward).unit is Unit.BATCH
+    """Whether the rewards are functions that the driver alone has."""
+    return any(name.startswith(GIVEN) for name in reward.weights)
 
 
 def shares_of(nodes: Sequence[int], workers: int) -> list[list[int]]:
@@ -104,6 +103,8 @@ class WorkerRecipe:
         ) -> Sequence[SampleGroup]:
             return await run_groups(asked, prompts, rewards(reward), n=n, params=params)
 
+        reward = rewards(None)
+        together = RewardOfRounds(reward) if reward.unit is Unit.BATCH else reward
         everywhere = [rollout.client(url, routing=False) for url in self.everywhere]
         teachers = self._teachers(rollout, everywhere)
 
@@ -113,14 +114,13 @@ class WorkerRecipe:
                     await one.close()
 
         return Sampling(
-            sampler=EngineSampler(
-                rollout=rollout, engine=engine, partial=partial, reward=rewards(None), console=Console()
-            ),
+            sampler=EngineSampler(rollout=rollout, engine=engine, partial=partial, reward=together, console=Console()),
             partial=partial,
             engines=pool,
             filter=make_filter(self.config.algorithm.parts.filter, greedy=GREEDY in algorithm.needs),
             answer=answer,
             work=TokenWork(algorithm=algorithm, teachers=teachers),
+            reward=reward,
             close=close,
         )
 

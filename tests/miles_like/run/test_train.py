@@ -31,7 +31,7 @@ from miles_like.config.load import load_config
 from miles_like.config.sections.algorithm import AlgorithmConfig
 from miles_like.config.sections.reward import RewardConfig
 from miles_like.loop.saver import Saver
-from miles_like.preflight.checks import check_over_sampling, check_workers_reward
+from miles_like.preflight.checks import check_over_sampling
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards, scored_by
 from miles_like.run.setup.delivery import TrainerPublication
@@ -331,10 +331,6 @@ def test_groups_that_end_together_are_not_over_sampled_to_end_early() -> None:
     check_over_sampling(config, reward)
     with refuses(ValueError, "buffer.over_sampling", 0.5):
         check_over_sampling(config, replace(reward, unit=Unit.BATCH))
-    check_workers_reward(2, reward)
-    check_workers_reward(0, replace(reward, unit=Unit.BATCH))
-    with refuses(ValueError, "rollout.workers = 2", "reward.unit"):
-        check_workers_reward(2, replace(reward, unit=Unit.BATCH))
 
 
 @pytest.mark.parametrize("mode", ["alone", "added"])

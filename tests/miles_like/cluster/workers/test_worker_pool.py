@@ -17,7 +17,7 @@ import torch
 
 from miles_like.batch.packer import Packer
 from miles_like.checkpoint.saved_groups import read_groups
-from miles_like.cluster.workers.pool import WorkerEnded
+from miles_like.cluster.workers.link import WorkerEnded
 from miles_like.cluster.workers.values import HeldValues
 from miles_like.loop.buffer import LOST
 from miles_like.records import ColumnsLostError, PlannedBatch

@@ -30,15 +30,15 @@ def test_a_worker_for_each_node_with_servers_where_there_are_several() -> None:
     assert workers_of(planned("rollout.workers=3")) == 3
 
 
-def test_rewards_of_the_driver_or_of_whole_rounds_have_no_workers_by_default(tmp_path: Path) -> None:
-    """Neither a function that only the process of `miles_like.train` has, nor one that gets all samples at once."""
+def test_a_reward_of_the_driver_has_no_workers_by_default(tmp_path: Path) -> None:
+    """A function that only the process of `miles_like.train` has; one that gets all samples at once has them."""
     file = tmp_path / "rewards.py"
     file.write_text(
         "def whole(prompts, samples):\n    return [0.0] * len(prompts)\n\ndef single(prompt, sample):\n    return 0.0\n"
     )
     nodes = ("cluster.nodes=2", "rollout.servers=2")
     assert workers_of(planned(*nodes, f"reward.name={file}:single")) == 2
-    assert workers_of(planned(*nodes, f"reward.name={file}:whole")) == 0
+    assert workers_of(planned(*nodes, f"reward.name={file}:whole")) == 2
     assert workers_of(planned(*nodes, f"reward.name={name_of(lambda sample: 0.0)}")) == 0
 
 
