@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from miles_like.algorithms.advantages.parts import with_streams
 from miles_like.batch.packer import Packer
 from miles_like.batch.parcel import Parcel
 from miles_like.batch.portion import Portion, filled
@@ -76,7 +77,16 @@ class Made:
         ) -> Sequence[SampleGroup]:
             return [SampleGroup(prompt=p, samples=made(p.id).samples[:n]) for p in prompts]
 
-        return Sampling(sampler=own, partial=own, engines=own, filter=refused, answer=answer, work=own, close=close)
+        return Sampling(sampler=own, partial=own, engines=own, filter=refused, answer=answer, work=told, close=close)
+
+
+SAID, TOLD = "said", "told"  # streams
+
+
+async def told(what: str, groups: Sequence[SampleGroup], *arguments: Any) -> Any:
+    """A Work: the sum of what was said of each sample, and one more for each of its tokens as a further stream."""
+    numbers = [[float(s.streams[SAID].sum()) for s in g.samples] for g in groups]
+    return with_streams(groups, TOLD, [[s.streams[SAID] + 1 for s in g.samples] for g in groups]), numbers
 
 
 def made(prompt_id: str, version: int = 0) -> SampleGroup:
@@ -91,6 +101,17 @@ def contents(cells: Sequence[PlannedMicroBatch], *parcels: Parcel[Portion]) -> l
         assert m.routing is not None
         ends = m.cu_seqlens.tolist()
         out += [(name, m.tokens[a:b].tolist()) for name, a, b in zip(m.samples, ends, ends[1:], strict=False)]
+    return out
+
+
+def streams(cells: Sequence[PlannedMicroBatch], *parcels: Parcel[Portion]) -> dict[str, dict[str, list[float]]]:
+    """Name of each sample of a rank's micro-batches -> its streams."""
+    out = {}
+    for m in filled(cells, [parcel.value for parcel in parcels]):
+        assert m.routing is None
+        ends = m.cu_seqlens.tolist()
+        for name, a, b in zip(m.samples, ends, ends[1:], strict=False):
+            out[name] = {of: x[a:b].tolist() for of, x in m.streams.items()}
     return out
 
 

@@ -200,7 +200,7 @@ def test_columns_are_those_of_one_process_with_all_samples(case: str) -> None:
 
 def test_old_tokens_are_masked_where_they_are_held() -> None:
     """With advantages that are computed of the others alone."""
-    algorithm = make_algorithm(AlgorithmConfig(name="reinforce_pp"), CorrectionConfig())
+    algorithm = make_algorithm(AlgorithmConfig(name="reinforce_pp", kl_coefficient=0.0), CorrectionConfig())
 
     async def run(workers: int) -> Any:
         values, groups = await held(workers, Working(TokenWork(algorithm=algorithm))) if workers else (None, None)
