@@ -77,16 +77,18 @@ class Made:
         ) -> Sequence[SampleGroup]:
             return [SampleGroup(prompt=p, samples=made(p.id).samples[:n]) for p in prompts]
 
-        return Sampling(sampler=own, partial=own, engines=own, filter=refused, answer=answer, work=told, close=close)
+        return Sampling(
+            sampler=own, partial=own, engines=own, filter=refused, answer=answer, work=one_more, close=close
+        )
 
 
-SAID, TOLD = "said", "told"  # streams
+HALF, MORE = "half", "more"  # streams
 
 
-async def told(what: str, groups: Sequence[SampleGroup], *arguments: Any) -> Any:
-    """A Work: the sum of what was said of each sample, and one more for each of its tokens as a further stream."""
-    numbers = [[float(s.streams[SAID].sum()) for s in g.samples] for g in groups]
-    return with_streams(groups, TOLD, [[s.streams[SAID] + 1 for s in g.samples] for g in groups]), numbers
+async def one_more(what: str, groups: Sequence[SampleGroup], *arguments: Any) -> Any:
+    """A Work: the sum of the stream HALF of each sample, and one more for each of its tokens as the stream MORE."""
+    numbers = [[float(s.streams[HALF].sum()) for s in g.samples] for g in groups]
+    return with_streams(groups, MORE, [[s.streams[HALF] + 1 for s in g.samples] for g in groups]), numbers
 
 
 def made(prompt_id: str, version: int = 0) -> SampleGroup:

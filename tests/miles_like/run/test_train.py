@@ -111,7 +111,7 @@ def test_teachers_are_stopped_where_the_run_s_own_servers_cannot_be_started(
         def servers(self, rollout: RolloutSide, version: int, *, routing: bool = True) -> Any:
             raise RuntimeError("rollout server 0: no port is free")
 
-    monkeypatch.setattr("miles_like.run.train.RunTeachers", Teaching)
+    monkeypatch.setattr("miles_like.run.setup.teachers.RunTeachers", Teaching)
     plan, console = plan_of(run_dir=tmp_path), Console(quiet=True)
     with refuses(RuntimeError, "no port is free"):
         train(plan, console, resume=False, launcher=NoServers())
@@ -174,7 +174,7 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
 
     async def start() -> None: ...
 
-    teachers: Any = SimpleNamespace(teachers=lambda *of: SimpleNamespace(start=start))
+    teachers: Any = SimpleNamespace(teachers=lambda *of: SimpleNamespace(start=start), places=None)
     made = run_of(plan_of("publish.answer_tokens=0", run_dir=tmp_path), trainer, prompts=prompts, teachers=teachers)
     with refuses(ValueError, "w", "mismatch.check_prompts", 0) as refused:
         asyncio.run(made.loop(["http://x"]))

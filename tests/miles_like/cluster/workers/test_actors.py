@@ -31,7 +31,7 @@ from miles_like.records import ColumnsLostError, PlannedBatch, PlannedMicroBatch
 from miles_like.types import Prompt
 from tests.support.own_ray import this_node
 from tests.support.standin_rank import Stand
-from tests.support.worker_loop import PLACE, SAID, TOLD, Loop, Made, contents, made, streams
+from tests.support.worker_loop import HALF, MORE, PLACE, Loop, Made, contents, made, streams
 
 
 @pytest.fixture(scope="module")
@@ -108,18 +108,18 @@ def test_values_go_from_ranks_to_workers_and_between_workers(nodes: Any, tmp_pat
         groups = [found[i] for i in range(len(prompts))]
         assert len({s.holder for g in groups for s in g.samples if isinstance(s, SampleRecord)}) == 2
         (batch,) = packer.steps(groups, only=())
-        await values.logprobs(groups, batch, trainer, weights=None, stream=SAID)
-        said = {s.name: torch.where(s.loss_mask, s.token_ids / 2, 0.0) for p in prompts for s in made(p.id).samples}
-        sums = [[float(said[f"{p.id}/{i}"].sum()) for i in range(2)] for p in prompts]
+        await values.logprobs(groups, batch, trainer, weights=None, stream=HALF)
+        half = {s.name: torch.where(s.loss_mask, s.token_ids / 2, 0.0) for p in prompts for s in made(p.id).samples}
+        sums = [[float(half[f"{p.id}/{i}"].sum()) for i in range(2)] for p in prompts]
         assert await values.each("", groups) == sums == await values.gathered("", groups)
-        (batch,) = packer.steps(groups, only=(SAID, TOLD))
+        (batch,) = packer.steps(groups, only=(HALF, MORE))
         assert isinstance(batch, PlannedBatch)
         task: Any = ray.remote(num_cpus=0)(streams)
         for row, cells in enumerate(batch.grid):
             pulled = await values.pull(batch, [(row, PLACE[1])])
             assert pulled.route_bytes is None
             for name, of in (await task.remote(cells, *pulled.portions[row, PLACE[1]])).items():
-                assert of == {SAID: said[name][1:].tolist(), TOLD: (said[name][1:] + 1).tolist()}
+                assert of == {HALF: half[name][1:].tolist(), MORE: (half[name][1:] + 1).tolist()}
         os.kill(ray.get(loop.workers._workers[1].link.actor.pid.remote()), signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(ColumnsLostError) as lost:
             await values.gathered("", groups)

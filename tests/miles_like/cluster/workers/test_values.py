@@ -371,7 +371,7 @@ def test_a_reward_of_whole_rounds_is_called_once_with_all_samples_in_order(worke
 
 
 def test_a_round_is_scored_without_the_worker_that_ends() -> None:
-    """While the others wait; its prompts are lost, as the buffer is told."""
+    """While the others wait; its prompts are refused as lost."""
     reward, gate = Compared(), asyncio.Event()
 
     async def run() -> list[SampleGroup]:
