@@ -3,7 +3,7 @@
 With 0, 1 and 3 rollout workers a deterministic run has the same metrics, ledger, weights and optimizer state, byte for
 byte; a resumed run too, also one that resumes with another number of workers. The real loop, server, Megatron ranks and
 worker code; the workers are in the driver's process, which opens nothing that holds values of tokens except what these
-workers read from the servers. Not covered: Ray (tests/e2e/test_workers_run.py).
+workers read from the servers. Not covered: Ray (tests/miles_like/cluster/workers/test_actors.py).
 """
 
 from __future__ import annotations
