@@ -29,10 +29,12 @@ from miles_like.cluster.placement import Slot
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.cluster.workers.actors import StartActor
 from miles_like.cluster.workers.pool import RolloutWorkers
+from miles_like.cluster.workers.values import HeldValues
 from miles_like.cluster.workers.worker import Sampling
 from miles_like.config.sections.cluster import ClusterConfig
 from miles_like.nodes.reservation import reserve
-from miles_like.types import PlannedBatch, PlannedMicroBatch, Prompt, SampleGroup, SamplingParams
+from miles_like.records import PlannedBatch, PlannedMicroBatch
+from miles_like.types import Prompt, SampleGroup, SamplingParams
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.samples import RoutingShape
 from routing_replay.agreement import RouteCounts, count_routes
@@ -61,6 +63,7 @@ class Replayed:
             engines=sampler,
             filter=lambda group: None,
             answer=sampler,
+            work=sampler,
             close=client.close,
         )
 
@@ -143,7 +146,7 @@ def with_workers(
         seconds = time.perf_counter() - wall
         (batch,) = packer.steps(found, [[1.0] * G] * count)
         assert isinstance(batch, PlannedBatch)
-        pulled = await workers.pull(batch, [(row, part) for row in range(2) for part in parts])
+        pulled = await HeldValues(workers).pull(batch, [(row, part) for row in range(2) for part in parts])
         own = time.thread_time() - own
         if rank is not None:
             for (row, _), portions in pulled.portions.items():

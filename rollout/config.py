@@ -133,7 +133,7 @@ class RolloutConfig(Section):
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"
     servers: int = Field(1, ge=1)  # number of servers
     # processes that sample, score and hold the samples' tokens, log-probs and routes until ranks train them; 0: the
-    # driver does. None: 0 on one node and for what workers cannot do yet, else one for each node with servers
+    # driver does. None: 0 on one node and for a reward that Python code passes, else one for each node with servers
     workers: int | None = Field(None, ge=0)
     # bytes of such values held by all workers, from which no further prompts are admitted before a step is trained
     # (not with buffer.lockstep, which holds a fixed number of steps)

@@ -23,8 +23,8 @@ TESTED_ELSEWHERE = ("scripts",)  # folders without a folder of tests: tests/e2e 
 # A folder -> the folders that its modules import, from the ground up. A module that lies in the root of a package has a
 # separate row. A name stands for its subfolders too: "quant" is quant.spec, quant.formats and the others.
 CONTRACTS = (
-    "miles_like.types miles_like.protocols miles_like.plugins miles_like.hf miles_like.limits miles_like.section"
-    " miles_like.variables"
+    "miles_like.types miles_like.records miles_like.protocols miles_like.plugins miles_like.hf miles_like.limits"
+    " miles_like.section miles_like.variables"
 )
 RULES = {
     "quant.exact": "",
@@ -43,7 +43,8 @@ RULES = {
     "miles_like.section": "",
     "miles_like.variables": "",
     "miles_like.types": "routing_replay",
-    "miles_like.protocols": "routing_replay miles_like.types",
+    "miles_like.records": "routing_replay miles_like.types",
+    "miles_like.protocols": "routing_replay miles_like.types miles_like.records",
     "miles_like.plugins": "miles_like.limits",
     "miles_like.hf": "quant.hf_config miles_like.limits miles_like.types",
     # rollout
@@ -104,7 +105,7 @@ RULES = {
     # miles_like: data and settings
     "miles_like.device_table": "",
     "miles_like.timing.rates": "miles_like.device_table",
-    "miles_like.batch": "routing_replay miles_like.types",
+    "miles_like.batch": "routing_replay miles_like.types miles_like.records",
     "miles_like.config.sections": "quant.spec megatron_bridge.config rollout.config rollout.server_url"
     " miles_like.section miles_like.device_table miles_like.variables",
     "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts miles_like.limits"
@@ -136,7 +137,7 @@ RULES = {
     "miles_like.loop": f"{CONTRACTS} rollout.concurrency rollout.episodes rollout.prompts rollout.seeds"
     " miles_like.config.sections miles_like.algorithms miles_like.batch miles_like.checkpoint miles_like.experience"
     " miles_like.report miles_like.stopping",
-    "miles_like.turns": f"{CONTRACTS} rollout.concurrency rollout.episodes rollout.sglang rollout.wire miles_like.loop",
+    "miles_like.turns": f"{CONTRACTS} rollout.concurrency rollout.sglang rollout.wire miles_like.loop",
     "miles_like.supervised": f"{CONTRACTS} rollout.prompts miles_like.config.sections miles_like.algorithms"
     " miles_like.batch miles_like.checkpoint miles_like.loop miles_like.report",
     "miles_like.nodes": "miles_like.stopping miles_like.variables",

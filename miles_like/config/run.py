@@ -28,7 +28,6 @@ from miles_like.config.sections.make import MakeConfig
 from miles_like.config.sections.reward import RewardConfig
 from miles_like.config.sections.supervised import PAIRS, SupervisedConfig, check_keys, check_unused, without_replay
 from miles_like.config.sections.vllm import check_vllm
-from miles_like.config.workers import check_workers
 from miles_like.section import Section
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.prompts.config import DataConfig
@@ -328,8 +327,6 @@ class RunConfig(Section):
             own, turns, gpus = self.rollout, self.takes_turns, self.cluster.gpus_per_node > 0
             self.publish.check(engine=own.engine, ranks=own.embedded.tp_size, takes_turns=turns, gpus=gpus)
             self.publish.check_during_training(turns, self.buffer.slack, self.distillation.policy_teachers)
-            parts = (self.algorithm, self.buffer, self.cluster, self.distillation)
-            check_workers(own.workers, *parts, takes_turns=turns)
         return self
 
     @model_validator(mode="after")

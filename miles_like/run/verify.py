@@ -24,10 +24,9 @@ from miles_like.limits.regular_files import parse_json, read_text
 from miles_like.protocols import TrainerRanks
 from miles_like.run.alignment import check_bits, comparison, drill_down
 from miles_like.run.setup.launcher import Launcher
-from miles_like.run.setup.model_plan import ModelPlan
+from miles_like.run.setup.model_plan import ModelPlan, run_algorithm
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.turn_taking import TurnTaking, release_servers
-from miles_like.run.train import run_algorithm
 from miles_like.stopping import run_to_end
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, VersionSpan
 from quant.hf_config import quantized_config
