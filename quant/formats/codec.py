@@ -10,19 +10,19 @@ Letters: B weights of one shape, n rows (out), k columns (in), r x c a tile of a
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from quant.formats.quant_tensor import Layout, PerBlock, PerWeight, QuantTensor
+from quant.formats.stored import StoredTensors
 from quant.formats.tiles import amax_bits, tile_elements, tiles
 from quant.kernels.choice import uses_triton
 from quant.kernels.tally import ENCODED
-from quant.spec import QuantSpec
 
 if TYPE_CHECKING:
     from quant.kernels.launch import Kernels
@@ -35,23 +35,14 @@ _DAMAGED = (
 NOT_FINITE = 0x7F80  # bits of infinity in bf16; those of a NaN are greater
 
 
-class Codec(ABC):
-    """Encoder and decoder of one format. The hooks work on tiles of whole blocks.
+class Codec(StoredTensors):
+    """Encoder and decoder of one format. The hooks work on tiles of whole blocks. `_pack` and `_levels` may overwrite
+    the codes of `_choose`, and `_scaled` the levels: each result is used once."""
 
-    `stored` maps the last component ("leaf") of each stored tensor's name to its dtype and shape. `_pack` and `_levels`
-    may overwrite the codes of `_choose`, and `_scaled` the levels: each result is used once.
-    """
-
-    stored: Mapping[str, PerBlock | PerWeight]
-    dropped: frozenset[str] = frozenset()  # leaves that are not read; the codec generates those that are in `stored`
     shared_amax: ClassVar[bool] = False  # whether scales depend on the largest magnitude of a whole bundle
     of_weight: str = ""  # the `PerWeight` leaf that holds the result of `_shared`; "": there is none
     divides: bool = False  # whether decoding divides by it
     bf16_values: ClassVar[bool] = False  # whether decoded values are bf16 in every dtype of computation
-
-    def __init__(self, spec: QuantSpec) -> None:
-        self.spec = spec
-        self.block = spec.block
 
     # ---- hooks
 
@@ -76,39 +67,11 @@ class Codec(ABC):
     def _scaled(self, levels: Tensor, scales: tuple[Tensor, ...], top: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Levels times scales: the decoded values before the one rounding to `dtype`."""
 
-    def _whole(self, shape: tuple[int, ...], top: Tensor | None) -> dict[str, Tensor]:
-        """The `PerWeight` tensors of B weights of one shape, [B, ...] or broadcast over B."""
-        return {}
-
     def _shared(self, amax: Tensor) -> Tensor:
         """Largest magnitudes [B] of bundles -> the scale that the weights of a bundle share, as stored, fp32 [B]."""
         return amax
 
-    def _check_values(self, name: str, stored: Mapping[str, Tensor]) -> None:  # noqa: B027 - most need none
-        """Raises ValueError naming a stored tensor with invalid values."""
-
-    def _check_whole(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> None:  # noqa: B027
-        """Raises ValueError for a `PerWeight` tensor that contradicts the shape of the whole weight."""
-
-    # ---- shapes and names
-
-    @property
-    def leaves(self) -> tuple[str, ...]:
-        return tuple(self.stored)
-
-    def bundle_of(self, name: str) -> tuple[str, ...]:
-        """All weights that must be encoded together with `name`, including it, in the same order for each of them."""
-        return (name,)
-
-    def layout(self, shape: Sequence[int], name: str = "a weight") -> Layout:
-        """Dtypes and shapes of the tensors stored for a weight [n, k]. Raises ValueError for a shape that the format
-        cannot hold."""
-        self._check_shape(name, shape)
-        n, k = shape
-        return {
-            leaf: (p.dtype, (-(-n // p.rows), -(-k // p.columns))) if isinstance(p, PerBlock) else (p.dtype, p.shape)
-            for leaf, p in self.stored.items()
-        }
+    # ---- encode
 
     def whole(self, shape: tuple[int, int], amax: Tensor | None = None) -> dict[str, Tensor]:
         """The `PerWeight` tensors of a weight of `shape`. amax: as in `encode`, for formats with a shared scale."""
@@ -122,37 +85,6 @@ class Codec(ABC):
         if stored.is_floating_point():  # `_unpack` does not handle NaN
             levels[stored.float().isnan()] = math.nan
         return levels
-
-    def check_bundle(self, name: str, coded: Container[str]) -> None:
-        """Raises ValueError where `name` would be stored without a weight that it shares a scale with, or where engines
-        need a shared scale that the format does not have."""
-        for other in self.bundle_of(name):
-            if other not in coded:
-                raise ValueError(f"{name} shares a scale with {other}, which is not quantized: quantize or ignore both")
-
-    def shape_of(self, stored: Mapping[str, Tensor | tuple[int, ...]], name: str = "a weight") -> tuple[int, int]:
-        """[n, k] of the weight, from the stored codes or their shape. Raises ValueError for codes that are not 2-D."""
-        (leaf, kind), codes = next(iter(self.stored.items())), stored[next(iter(self.stored))]
-        assert isinstance(kind, PerBlock)
-        shape = tuple(codes.shape) if isinstance(codes, Tensor) else codes
-        if len(shape) != 2:
-            raise ValueError(f"{name}: {self.spec.format} codes ({leaf}) must be 2-D, but their shape is {list(shape)}")
-        return shape[0] * kind.rows, shape[1] * kind.columns
-
-    def _check_shape(self, name: str, shape: Sequence[int]) -> None:
-        if len(shape) != 2 or not all(shape):
-            raise ValueError(
-                f"{name}: {self.spec.format} supports 2-D weights, but this shape is {list(shape)}: exclude the "
-                "weight (ignore)"
-            )
-        bn, bk = self.block
-        if bn == 1 and shape[1] % bk:
-            raise ValueError(
-                f"{name}: {shape[1]} columns are not a multiple of {self.spec.format}'s group of {bk} that shares "
-                "a scale: choose a smaller group, or exclude the weight (ignore)"
-            )
-
-    # ---- encode
 
     @torch.no_grad()
     def encode(
@@ -193,8 +125,14 @@ class Codec(ABC):
     def _encode_by(self, kernels: Kernels, some: Mapping[str, Tensor], top: Tensor | None) -> Iterator[QuantTensor]:
         weights = [_on_device(w) for w in some.values()]
         device, shape = weights[0].device, (weights[0].shape[0], weights[0].shape[1])
-        codes, scales = (self.layout(shape)[leaf] for leaf, kind in self.stored.items() if isinstance(kind, PerBlock))
-        stored = [tuple(torch.empty(s, dtype=d, device=device) for d, s in (codes, scales)) for _ in weights]
+        layout = self.layout(shape)
+        (code, codes), (scale, scales) = (
+            layout[leaf] for leaf, kind in self.stored.items() if isinstance(kind, PerBlock)
+        )
+        stored = [
+            (torch.empty(codes, dtype=code, device=device), torch.empty(scales, dtype=scale, device=device))
+            for _ in weights
+        ]
         damaged = kernels.encode(weights, stored, top)
         tops = [None] * len(weights) if top is None else [torch.full((1,), t, device=device) for t in top.tolist()]
         found = []
@@ -426,44 +364,6 @@ class Codec(ABC):
             codes, *scales = (t[:, _cut(rows, kind.rows), _cut(columns, kind.columns)] for kind, t in tiled)
             value = self._scaled(self._unpack(codes), tuple(scales), top, dtype)
             out[:, rows, columns] = value if out.dtype is dtype else value.to(dtype)
-
-    def adopt(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int] | None = None) -> QuantTensor:
-        """Stored tensors, read from a file or received -> the weight. shape: of the whole weight, where the tensors
-        hold only some of its rows of blocks. Raises ValueError naming a tensor of a wrong shape or dtype, or with
-        values that no encoder writes."""
-        q = self.fit(name, stored)
-        self._check_values(name.removesuffix(".weight"), q.stored)
-        self._check_whole(name.removesuffix(".weight"), q.stored, shape or (q.shape[0], q.shape[1]))
-        return q
-
-    def fit(self, name: str, stored: Mapping[str, Tensor]) -> QuantTensor:
-        """As `adopt`, without reading values: accepts tensors on the meta device."""
-        shape = self.shape_of(stored, name)
-        found: dict[str, Tensor] = {}
-        for leaf in self.layout(shape, name):
-            if leaf in self.dropped:
-                found[leaf] = self._whole(shape, None)[leaf]
-            else:
-                found[leaf] = self.adopt_tensor(name, leaf, stored[leaf], shape)
-        return QuantTensor(found, shape)
-
-    def adopt_tensor(self, name: str, leaf: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        """One stored tensor of the weight `name` [n, k], as this codec writes it. Raises ValueError for a wrong shape
-        or dtype."""
-        dtype, want = self.layout(shape, name)[leaf]
-        fit = self._accept(leaf, tensor)
-        if tuple(fit.shape) != want or fit.dtype != dtype:
-            module = name.removesuffix(".weight")
-            raise ValueError(
-                f"{module}.{leaf}: {tensor.dtype} {tuple(tensor.shape)}; a weight {tuple(shape)} in "
-                f"{self.spec.format} blocks of {self.block} needs {str(dtype).removeprefix('torch.')} {want}: "
-                "check that the quantization_config in config.json belongs to these weights"
-            )
-        return fit
-
-    def _accept(self, leaf: str, tensor: Tensor) -> Tensor:
-        """Converts other dtypes and shapes that are read too to those that this codec writes."""
-        return tensor
 
 
 def _cut(run: slice, per: int) -> slice:
