@@ -25,7 +25,7 @@ def note(part: str, tensor: Tensor, fused: bool) -> bool:
 
 
 def fused_parts() -> dict[str, bool]:
-    """Part -> whether a kernel for CUDA devices computed it the last time, of the parts that this process computed since
+    """Part -> whether a kernel for CUDA devices computed it the last time, of the parts that were computed since
     the call before."""
     found = dict(_taken)
     _taken.clear()
