@@ -25,8 +25,8 @@ def note(part: str, tensor: Tensor, fused: bool) -> bool:
 
 
 def fused_parts() -> dict[str, bool]:
-    """Part -> whether a kernel for CUDA devices computed it the last time, of the parts that this process has computed
-    since the call before."""
+    """Part -> whether a kernel for CUDA devices computed it the last time, of the parts that were computed since
+    the call before."""
     found = dict(_taken)
     _taken.clear()
     return found
