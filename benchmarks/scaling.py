@@ -187,7 +187,7 @@ def main() -> None:
     with contextlib.ExitStack() as ends:
         ends.callback(stop_ray)
         rank = ray.remote(num_cpus=0)(Rank).remote()
-        axes["samples"] = of_samples(rank, SAMPLES[:5] if quick else SAMPLES, 1 << 10 if quick else 2 << 10)
+        axes["samples"] = of_samples(rank, SAMPLES[:5:2] if quick else SAMPLES, 1 << 8 if quick else 2 << 10)
         axes["tokens"] = of_lengths(rank, LENGTHS[::3] if quick else LENGTHS, 1 if quick else 3)
         axes["experts"] = of_experts(rank, OF_EXPERTS[::5] if quick else OF_EXPERTS, 1 if quick else 3)
     figures: dict[str, float] = {"bytes_a_prompt": after, "peak_bytes_a_prompt": peak}
