@@ -1,6 +1,6 @@
 """Runs everything that needs a CUDA device, in order: what a fault of one part would spoil comes after it.
 
-Each step is a process with a limit of its own. Its output goes to OUT/NAME.log, the JSON objects among its lines are
+Each step is a process with a limit. Its output goes to OUT/NAME.log, the JSON objects among its lines are
 its facts, and OUT/results.json holds the steps so far with the versions, the device and the commit, so that a run that
 is stopped keeps what it has. Without CUDA it says so and measures nothing.
 

@@ -166,7 +166,6 @@ def verify(
     from miles_like.config.load import load_config
 
     loaded = load_config(source_of(config), override_list(overrides))
-    from miles_like.checkpoint.run_state import latest_folder
     from miles_like.run import assemble
     from miles_like.run.verify import VerifyOptions
     from rollout.server_key import given_key
@@ -174,21 +173,18 @@ def verify(
 
     for url in servers:
         server_url(url)
-    compared = None if checkpoint is None else Path(checkpoint)
-    if compared is None and rollouts is None and not servers:
-        compared = latest_folder(Path(run_dir) / "checkpoints")
     try:
         options = VerifyOptions(
             rollouts=None if rollouts is None else Path(rollouts),
-            checkpoint=compared,
+            checkpoint=None if checkpoint is None else Path(checkpoint),
             attached=tuple(servers),
             key=given_key(None if key_file is None else Path(key_file)),
             overwrite=overwrite,
             layers=layers,
             prompts=prompts,
-        )
+        ).of_run(Path(run_dir))
         found, plots = assemble.verify(loaded, Path(run_dir), console_of(quiet), ray_address, options)
-        return Verified(found, tuple(plots), compared)
+        return Verified(found, tuple(plots), options.checkpoint)
     finally:
         assemble.shut_down()
 

@@ -50,6 +50,13 @@ class VerifyOptions:
     layers: bool = False  # compare the residual stream at every layer too
     prompts: int | None = None  # number of prompts to sample; None: PROMPTS
 
+    def of_run(self, run_dir: Path) -> VerifyOptions:
+        """With the last checkpoint in `run_dir`, where new samples of servers that are started are to be compared and
+        no checkpoint is given."""
+        if self.checkpoint is not None or self.rollouts is not None or self.attached:
+            return self
+        return replace(self, checkpoint=run_state.latest_folder(run_dir / "checkpoints"))
+
 
 class VerifyRun:
     """One comparison of trainer and rollout."""

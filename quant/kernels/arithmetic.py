@@ -11,7 +11,6 @@ import triton.language as tl
 
 from quant.formats import scale_rules
 
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _SIGN = tl.constexpr(-0x80000000)
 _UPPER_HALF = tl.constexpr(-0x10000)
 _EXPONENT = tl.constexpr(0x7F800000)
@@ -23,6 +22,14 @@ _ROUNDS = tl.constexpr(1.5 * 2.0**23)  # the spacing of fp32 at this number is 1
 _OFFSET = tl.constexpr(8)
 _TWICE_EXPONENT = tl.constexpr(2 * (127 + 22) + 1)
 _NIBBLES = tl.constexpr(17)  # 1 + 16: two codes of a byte have the same offset
+
+
+@triton.jit
+def pointer_to(table, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(table + tl.program_id(1) * 4 + column).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
