@@ -134,6 +134,13 @@ def encode_rows8(
 
 
 @triton.jit
+def _raised(whole, DIVIDES: tl.constexpr):
+    """What quotients' operands are multiplied by, of a weight with the stored scale `whole`."""
+    least = tl.div_rn(1.0, whole) if DIVIDES else whole
+    return tl.where(least < _TINY, _RAISES, 1.0)
+
+
+@triton.jit
 def _nvfp4_scale(top, whole, raises, DIVIDES: tl.constexpr, RAISED: tl.constexpr):
     """Amax of groups and the stored scale of the weight -> their e4m3 scales as fp32, the multipliers of codes, and
     what quotients are computed with: the multiplier times `raises`, and the reciprocal of that."""
@@ -184,11 +191,7 @@ def encode_rows4(
         first, second = divided(lo, by, inverse), divided(hi, by, inverse)
     else:
         whole = tl.load(table + tl.program_id(1) * 4 + 3).to(tl.int32).to(tl.float32, bitcast=True)
-        if RAISED:
-            least = tl.div_rn(1.0, whole) if DIVIDES else whole
-            raises = tl.where(least < _TINY, _RAISES, 1.0)
-        else:
-            raises = 1.0
+        raises = _raised(whole, DIVIDES) if RAISED else 1.0
         scale, factor, by, inverse = _nvfp4_scale(top, whole, raises, DIVIDES, RAISED)
         by, inverse = by[:, None], inverse[:, None]
         first, second = divided(lo * raises, by, inverse), divided(hi * raises, by, inverse)
