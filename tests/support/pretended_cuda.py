@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from quant.kernels.choice import VARIABLE
+
 CUDA = torch.device("cuda", 0)
 _META = torch.device("meta")
 _aten = torch.ops.aten
@@ -37,6 +39,7 @@ _WAIT = {
     "equal",
     "repeat_interleave",
 }
+SHIMS = "megatron_bridge.device.shims"  # wraps functions of torch in a process that has had a trainer
 _FROM_INDEX = {"index", "index_put_", "index_put", "_index_put_impl_"}  # with a mask they count its elements
 
 
@@ -199,7 +202,7 @@ def _place() -> tuple[str, str]:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if module != __name__ and module != "torch" and not module.startswith(("torch.", "contextlib")):
+        if module not in (__name__, "torch", SHIMS) and not module.startswith(("torch.", "contextlib")):
             break
         frame = frame.f_back
     while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension
@@ -217,6 +220,7 @@ def pretended(sends: set[tuple[str, str]], fetches: set[tuple[str, str]]) -> Ite
     """Inside, `cuda:0` is a device."""
     mode = Pretended(sends, fetches)
     with (
+        patch.dict("os.environ", {VARIABLE: "0"}),  # a pretended device has no compute capability
         patch("torch.cuda._lazy_init", lambda: None),
         patch("torch.cuda.is_available", lambda: True),
         patch("torch.cuda.is_initialized", lambda: False),
