@@ -132,7 +132,8 @@ def kubernetes(
         list[str], typer.Option("--volume", metavar="CLAIM=/PATH", help="persistent volume claim and where it is")
     ] = [],  # noqa: B006  typer does not change the default
     in_image: Annotated[
-        list[str], typer.Option("--in-image", metavar="/PATH", help="directory of the image that the configuration names")
+        list[str],
+        typer.Option("--in-image", metavar="/PATH", help="directory of the image that the configuration names"),
     ] = [],  # noqa: B006  typer does not change the default
     namespace: Annotated[str | None, typer.Option("--namespace", help="namespace of Kubernetes")] = None,
     cpus: Annotated[str, typer.Option("--cpus", help="CPUs of a pod")] = "8",

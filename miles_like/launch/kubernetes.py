@@ -183,9 +183,7 @@ def _pod(
     plain = {"RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}
     environment: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in plain.items()]
     of = options.secret or f"{launch.name}-env"
-    environment += [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": of, "key": name}}} for name in launch.secrets
-    ]
+    environment += [{"name": name, "valueFrom": {"secretKeyRef": {"name": of, "key": name}}} for name in launch.secrets]
     container = {
         "name": "ray",
         "image": options.image,

@@ -30,7 +30,7 @@ own_address() {
 # until the head at HEAD listens
 wait_for_head() {
   local until=$((SECONDS + JOIN_S))
-  until (exec 3<>"/dev/tcp/$HEAD/$PORT") 2>/dev/null; do
+  until [ -n "${stopped:-}" ] || (exec 3<>"/dev/tcp/$HEAD/$PORT") 2>/dev/null; do
     [ "$SECONDS" -lt "$until" ] || fail "Ray's head does not answer at $HEAD:$PORT after $JOIN_S s, asked by $(hostname)"
     sleep 1
   done

@@ -16,10 +16,23 @@ _LIMIT = re.compile(r"(?:(\d+)-)?(\d{1,2}):(\d{2}):(\d{2})")
 _MOST_S = 65535  # sbatch's limit of the seconds in --signal
 _SUBMIT_S = 60.0
 # options of sbatch that the script has: another value would not fit the rest of it
-_OURS = (
-    "job-name partition nodes ntasks-per-node gpus-per-node exclusive time signal requeue no-requeue open-mode output"
-    " chdir ntasks array"
-).split()
+_OURS = [
+    "job-name",
+    "partition",
+    "nodes",
+    "ntasks-per-node",
+    "gpus-per-node",
+    "exclusive",
+    "time",
+    "signal",
+    "requeue",
+    "no-requeue",
+    "open-mode",
+    "output",
+    "chdir",
+    "ntasks",
+    "array",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +88,15 @@ def render_slurm(launch: Launch, options: SlurmOptions, origin: str, chdir: Path
 def submit(script: str) -> str:
     """Give the script to sbatch; return what it prints. Raises RuntimeError with its answer where it refuses."""
     try:
-        done = subprocess.run(
-            ["sbatch"], input=script, capture_output=True, text=True, timeout=_SUBMIT_S, check=False
-        )
+        done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True, timeout=_SUBMIT_S, check=False)
     except FileNotFoundError:
-        raise RuntimeError("--submit needs sbatch, which this machine has not: submit the file on one that has") from None
+        raise RuntimeError(
+            "--submit needs sbatch, which this machine has not: submit the file on one that has"
+        ) from None
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"sbatch did not answer within {_SUBMIT_S:g} s: see whether the job is there (squeue)") from None
+        raise RuntimeError(
+            f"sbatch did not answer within {_SUBMIT_S:g} s: see whether the job is there (squeue)"
+        ) from None
     if done.returncode:
         raise RuntimeError(f"sbatch refused the job: {' '.join((done.stderr or done.stdout).split())}")
     return done.stdout.strip()

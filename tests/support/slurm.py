@@ -85,7 +85,10 @@ class Slurm:
         """Until the job is in one of the states; what scontrol shows then."""
         until = time.monotonic() + limit_s
         while (shown := self.job(job))["JobState"] not in states:
-            assert time.monotonic() < until, f"job {job} is {shown} after {limit_s:g} s, want {states}"
+            printed = Path(shown["StdOut"])
+            assert time.monotonic() < until, f"job {job} is not {states} after {limit_s:g} s: {shown}\n" + (
+                printed.read_text() if printed.exists() else "it has printed nothing"
+            )
             time.sleep(0.2)
         return shown
 
@@ -133,7 +136,13 @@ def slurm(cluster: Cluster, work: Path, *, gpus: int = 0) -> Iterator[Slurm]:
             files = [f"--key-file={own}/key", f"--socket={own}/socket", f"--seed-file={own}/seed"]
             start(k, "munged", "--foreground", "--force", *files, f"--pid-file={own}/pid", f"--log-file={own}/log")
         for node in cluster:
-            node.run(["sh", "-c", f"for i in $(seq 100); do [ -S {cluster.disk}/munge/socket ] && exit; sleep .1; done; exit 1"])
+            node.run(
+                [
+                    "sh",
+                    "-c",
+                    f"for i in $(seq 100); do [ -S {cluster.disk}/munge/socket ] && exit; sleep .1; done; exit 1",
+                ]
+            )
         start(0, "slurmctld", "-D", "-f", str(conf))
         for k in range(len(cluster)):
             start(k, "slurmd", "-D", "-f", str(conf))
