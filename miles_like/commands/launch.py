@@ -25,6 +25,9 @@ OutOption = Annotated[Path | None, typer.Option("--out", help="file to write; de
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="replace the file of --out")]
 PortOption = Annotated[int, typer.Option("--port", help="port of Ray's head")]
 JoinOption = Annotated[int, typer.Option("--join-s", help="seconds that nodes have to join Ray's cluster")]
+RayStartOption = Annotated[
+    list[str], typer.Option("--ray-start", metavar="NAME=VALUE", help="further option of ray start, e.g. num-cpus=64")
+]
 EnvironmentOption = Annotated[
     Path | None,
     typer.Option("--environment", help="virtual environment on the nodes with miles-like and Ray, e.g. /opt/trainer"),
@@ -58,6 +61,7 @@ def slurm(
     interface: InterfaceOption = "",
     port: PortOption = 6379,
     join_s: JoinOption = 600,
+    ray_start: RayStartOption = [],  # noqa: B006
     temp_dir: TempOption = Path("/tmp"),
     out: OutOption = None,
     overwrite: OverwriteOption = False,
@@ -81,7 +85,7 @@ def slurm(
             temp_dir=temp_dir,
             directives=sbatch,
         )
-        asked = Asked(config, run_dir, overrides, name=name, port=port, join_s=join_s, environment=environment)
+        asked = Asked(config, run_dir, overrides, name, port, join_s, ray_start, environment)
         text = render_slurm(_planned(asked), options, _origin("slurm", config), Path.cwd())
         if out is not None:
             write_output(out, text)
@@ -102,6 +106,7 @@ def ray(
     interface: InterfaceOption = "",
     port: PortOption = 6379,
     join_s: JoinOption = 600,
+    ray_start: RayStartOption = [],  # noqa: B006
     temp_dir: TempOption = Path("/tmp"),
     out: OutOption = None,
     overwrite: OverwriteOption = False,
@@ -114,7 +119,7 @@ def ray(
         from miles_like.launch.ray_script import render_ray
 
         check_output(out, overwrite=overwrite)
-        asked = Asked(config, run_dir, overrides, name=name, port=port, join_s=join_s, environment=environment)
+        asked = Asked(config, run_dir, overrides, name, port, join_s, ray_start, environment)
         text = render_ray(_planned(asked), _origin("ray", config), interface=interface, temp_dir=temp_dir)
         if out is None:
             echo(text.rstrip("\n"))
@@ -133,7 +138,7 @@ def kubernetes(
     ] = [],  # noqa: B006  typer does not change the default
     in_image: Annotated[
         list[str],
-        typer.Option("--in-image", metavar="/PATH", help="directory of the image that the configuration names"),
+        typer.Option("--in-image", metavar="/PATH", help="directory of the image with files of the configuration"),
     ] = [],  # noqa: B006  typer does not change the default
     namespace: Annotated[str | None, typer.Option("--namespace", help="namespace of Kubernetes")] = None,
     cpus: Annotated[str, typer.Option("--cpus", help="CPUs of a pod")] = "8",
@@ -147,6 +152,7 @@ def kubernetes(
     name: NameOption = None,
     port: PortOption = 6379,
     join_s: JoinOption = 600,
+    ray_start: RayStartOption = [],  # noqa: B006
     out: OutOption = None,
     overwrite: OverwriteOption = False,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
@@ -173,7 +179,7 @@ def kubernetes(
             retries=retries,
             secret=secret,
         )
-        planned = _planned(Asked(config, run_dir, overrides, name=name, port=port, join_s=join_s))
+        planned = _planned(Asked(config, run_dir, overrides, name, port, join_s, ray_start))
         settings = read_settings(config, overrides)
         text = render_kubernetes(
             planned,

@@ -47,6 +47,19 @@ class KubernetesOptions:
     """Secret with the variables that the configuration takes from the environment; None: NAME-env."""
 
 
+class _Readable(yaml.SafeDumper):
+    """Without references within a document, and files as they are."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Readable.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
 def render_kubernetes(
     launch: Launch, options: KubernetesOptions, origin: str, *, settings: Mapping[str, Any], toml: str, ray: str
 ) -> str:
@@ -62,7 +75,7 @@ def render_kubernetes(
                 "has it, as --volume CLAIM=/path, or name the image's directory with --in-image"
             )
     documents = [_config_map(launch, options, toml), _ray_job(launch, options, volumes, settings, ray)]
-    return f"# {origin}\n" + yaml.safe_dump_all(documents, sort_keys=False, width=120)
+    return f"# {origin}\n" + yaml.dump_all(documents, Dumper=_Readable, sort_keys=False, width=120)
 
 
 def _check(launch: Launch, options: KubernetesOptions) -> None:
@@ -126,7 +139,7 @@ def _ray_job(
     launch: Launch, options: KubernetesOptions, volumes: Mapping[str, str], settings: Mapping[str, Any], ray: str
 ) -> dict[str, Any]:
     template = _pod(launch, options, volumes, settings)
-    start = {"num-gpus": str(launch.gpus)}
+    start = {"num-gpus": str(launch.gpus), **launch.ray_options}
     head = {
         "rayStartParams": start | {"port": str(launch.port), "dashboard-host": "0.0.0.0"},
         "template": _with_ports(template, launch.port),

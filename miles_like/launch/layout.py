@@ -16,6 +16,8 @@ from miles_like.variables import is_secret
 RAY_PORT = 6379
 JOIN_S = 600
 _CLEAN_UP_S = 60  # Ray of all nodes is stopped and the job is put back into the queue
+# options of `ray start` that a launch has
+_RAY_OURS = ("head", "address", "port", "node-ip-address", "num-gpus", "temp-dir", "block", "include-dashboard")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 _TEMP_DIR = 40  # characters: Ray's sockets below it have 107 with their names
 
@@ -30,6 +32,7 @@ class Asked:
     name: str | None = None  # None: that of the configuration's file
     port: int = RAY_PORT
     join_s: int = JOIN_S
+    ray_options: Sequence[str] = ()  # further ones of `ray start`, NAME=VALUE
     environment: Path | None = None  # of the virtual environment whose bin/ comes first in PATH
 
 
@@ -44,6 +47,7 @@ class Launch:
     nodes: int
     gpus: int  # of each node that Ray counts
     port: int  # of Ray's head
+    ray_options: Mapping[str, str]  # further ones of `ray start`
     join_s: int  # limit until all nodes are in the Ray cluster
     secrets: tuple[str, ...]  # variables of [cluster.env] and [rollout.env] that the driver's environment must have
     environment: Path | None
@@ -90,6 +94,7 @@ def plan_launch(
         nodes=cluster.nodes,
         gpus=cluster.gpus_per_node,
         port=asked.port,
+        ray_options=_ray_options(asked.ray_options),
         join_s=asked.join_s,
         secrets=tuple(sorted(name for name in variables if is_secret(name))),
         environment=asked.environment,
@@ -98,11 +103,23 @@ def plan_launch(
     )
 
 
+def _ray_options(given: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for one in given:
+        name, _, value = one.partition("=")
+        if not re.fullmatch(r"[a-z][a-z-]*[a-z]", name) or not value:
+            raise ValueError(f"--ray-start {one} is not of the form NAME=VALUE: write --ray-start num-cpus=64")
+        if name in _RAY_OURS:
+            raise ValueError(f"--ray-start {one} would replace --{name}, which the launch sets itself: remove it")
+        found[name] = value
+    return found
+
+
 def check_temp_dir(path: Path) -> Path:
     """The directory below which Ray keeps its session. Raises ValueError for one in which its sockets have no place."""
     if not path.is_absolute() or len(str(path)) > _TEMP_DIR:
         raise ValueError(
-            f"--temp-dir {path} has to be an absolute path of at most {_TEMP_DIR} characters, because the names of Ray's "
-            "sockets begin with it: pass a short directory on the node's own disk, such as /tmp"
+            f"--temp-dir {path} has to be an absolute path of at most {_TEMP_DIR} characters, because the names of "
+            "Ray's sockets begin with it: pass a short directory on the node's own disk, such as /tmp"
         )
     return path

@@ -39,6 +39,7 @@ wait_for_head() {
 # words of `ray start` on this node, in START; argument: head or node
 start_words() {
   START=(ray start --node-ip-address="$(own_address)" --num-gpus="$GPUS" --disable-usage-stats --temp-dir="$TEMP_DIR")
+  START+=("${RAY_OPTIONS[@]}")
   case $1 in
     head) START+=(--head --port="$PORT" --include-dashboard=false) ;;
     node) START+=(--address="$HEAD:$PORT") ;;

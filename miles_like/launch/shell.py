@@ -38,6 +38,7 @@ def of_nodes(launch: Launch, *, interface: str, temp_dir: Path) -> dict[str, Val
         "GPUS": launch.gpus,
         "PORT": launch.port,
         "JOIN_S": launch.join_s,
+        "RAY_OPTIONS": [f"--{name}={value}" for name, value in launch.ray_options.items()],
         "INTERFACE": interface,
         "TEMP_DIR": str(temp_dir),
         "ENVIRONMENT": "" if launch.environment is None else str(launch.environment),

@@ -16,23 +16,8 @@ _LIMIT = re.compile(r"(?:(\d+)-)?(\d{1,2}):(\d{2}):(\d{2})")
 _MOST_S = 65535  # sbatch's limit of the seconds in --signal
 _SUBMIT_S = 60.0
 # options of sbatch that the script has: another value would not fit the rest of it
-_OURS = [
-    "job-name",
-    "partition",
-    "nodes",
-    "ntasks-per-node",
-    "gpus-per-node",
-    "exclusive",
-    "time",
-    "signal",
-    "requeue",
-    "no-requeue",
-    "open-mode",
-    "output",
-    "chdir",
-    "ntasks",
-    "array",
-]
+_OURS = {"job-name", "partition", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "signal"}
+_OURS |= {"requeue", "no-requeue", "open-mode", "output", "chdir", "array"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +75,7 @@ def submit(script: str) -> str:
     try:
         done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True, timeout=_SUBMIT_S, check=False)
     except FileNotFoundError:
-        raise RuntimeError(
-            "--submit needs sbatch, which this machine has not: submit the file on one that has"
-        ) from None
+        raise RuntimeError("--submit needs sbatch, which is not on this machine: submit the file elsewhere") from None
     except subprocess.TimeoutExpired:
         raise RuntimeError(
             f"sbatch did not answer within {_SUBMIT_S:g} s: see whether the job is there (squeue)"
@@ -117,7 +100,7 @@ def _check_stop(stop_s: int, launch: Launch, options: SlurmOptions) -> None:
     limit = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if limit <= stop_s + launch.join_s:
         raise ValueError(
-            f"--time {options.time} is {limit} s, of which up to {launch.join_s} s are for the nodes to join (--join-s) "
+            f"--time {options.time} is {limit} s, of which up to {launch.join_s} s are for nodes to join (--join-s), "
             f"and {stop_s} s for the run to save and end (checkpoint.grace_s, --stop-before): raise --time"
         )
 

@@ -60,7 +60,7 @@ export RAY_AUTH_TOKEN HEAD BATCH NODES GPUS PORT JOIN_S INTERFACE TEMP_DIR SLURM
 
 echo "miles-like: start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, Ray's head at $HEAD:$PORT"
 setsid srun --ntasks="$NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
-  bash -c "$(declare -f fail own_address wait_for_head start_words ray_task); ray_task" </dev/null &
+  bash -c "$(declare -p RAY_OPTIONS); $(declare -f fail own_address wait_for_head start_words ray_task); ray_task" </dev/null &
 step=$!
 
 wait_for_head

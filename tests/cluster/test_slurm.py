@@ -113,6 +113,10 @@ def until(true: Callable[[], object], what: str, limit_s: float = 60.0) -> None:
         time.sleep(0.1)
 
 
+def ended(batch: Slurm, job: str) -> bool:
+    return batch.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+
+
 def log(work: Path) -> str:
     return "\n".join(path.read_text() for path in work.glob("run-slurm-*.out"))
 
@@ -194,13 +198,12 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(batch: Slurm, tmp_path: P
 
 
 STEPS = 4
+RAY_OPTIONS = ("--ray-start", "object-store-memory=80000000", "--ray-start", "num-cpus=2")
 RUN_SETTINGS = (*QUICK, "parallel.dp=2", "parallel.ep=2", "rollout.servers=2", f"train.steps={STEPS}")
 
 
 @pytest.mark.long(beside=HERE)
-def test_a_real_run_that_is_preempted_is_the_run_that_was_not(
-    cluster: Cluster, batch: Slurm, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_real_run_that_is_preempted_is_the_run_that_was_not(cluster: Cluster, batch: Slurm, tmp_path: Path) -> None:
     """Metrics, samples and ledger, bit for bit, over Ray on both nodes. The steps get SIGTERM, and so all that Ray has
     started, unless it is out of reach."""
     (tmp_path / "home").mkdir()
@@ -211,9 +214,11 @@ def test_a_real_run_that_is_preempted_is_the_run_that_was_not(
     settings = [*RUN_SETTINGS, f"model.path={model}", "model.make=false", f"cluster.stage_dir={cluster.disk}/local"]
     settings += [f"cache_dir={tmp_path}/cache", "checkpoint.grace_s=60.0", "cluster.timeout_s=300.0"]
     words = [word for setting in settings for word in ("--set", setting)]
-    job = batch.submit(str(script(tmp_path, Path(sys.executable).parents[1], *words)))
+    job = batch.submit(str(script(tmp_path, Path(sys.executable).parents[1], *RAY_OPTIONS, *words)))
     metrics = tmp_path / "run" / "metrics.jsonl"
-    until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 1, "the run made no step", 240.0)
+    until(
+        lambda: (metrics.exists() and len(metrics.read_text().splitlines()) > 1) or ended(batch, job), "no step", 240.0
+    )
     urgent = batch.submit("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
     batch.wait(urgent, "COMPLETED", limit_s=120.0)
     assert "step" in (tmp_path / "run" / "checkpoints" / "latest").read_text()

@@ -14,19 +14,15 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
+from tests.support.debian import need_programs
+from tests.support.namespaces import Cluster
 
-from tests.support.namespaces import NEED, Cluster
-
-DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
-PACKAGES = "tests/debian_packages.txt"
 _UP_S = 60.0
 _CONF = """
 ClusterName=tests
@@ -93,18 +89,10 @@ class Slurm:
         return shown
 
 
-def need_slurm() -> None:
-    """Skip the test where Slurm is not installed, or fail it where namespaces are needed."""
-    if missing := [name for name in DAEMONS if shutil.which(name) is None]:
-        (pytest.fail if os.environ.get(NEED) == "1" else pytest.skip)(
-            f"this machine has no {', '.join(missing)}: install the Debian packages of {PACKAGES}"
-        )
-
-
 @contextmanager
 def slurm(cluster: Cluster, work: Path, *, gpus: int = 0) -> Iterator[Slurm]:
     """Slurm on all nodes of the cluster. gpus: of each node."""
-    need_slurm()
+    need_programs("munged", "slurmctld", "slurmd", "sbatch")
     (work / "state").mkdir(parents=True)
     conf = work / "slurm.conf"
     lines = [
@@ -140,7 +128,7 @@ def slurm(cluster: Cluster, work: Path, *, gpus: int = 0) -> Iterator[Slurm]:
                 [
                     "sh",
                     "-c",
-                    f"for i in $(seq 100); do [ -S {cluster.disk}/munge/socket ] && exit; sleep .1; done; exit 1",
+                    f"until [ -S {cluster.disk}/munge/socket ]; do sleep 0.1; done",
                 ]
             )
         start(0, "slurmctld", "-D", "-f", str(conf))
