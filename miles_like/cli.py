@@ -19,7 +19,7 @@ from miles_like.commands.data.files import data
 from miles_like.commands.doctor import doctor
 from miles_like.commands.evaluate import calibrate, evaluate
 from miles_like.commands.export import export
-from miles_like.commands.launch import launch
+from miles_like.commands.launch.app import launch
 from miles_like.commands.options import Command, Group
 from miles_like.commands.output import LOG_LEVELS, set_output
 from miles_like.commands.plan import plan

@@ -190,10 +190,12 @@ RULES = {
     " miles_like.rewards miles_like.run miles_like.stopping",
     "miles_like.commands": "quant.hf_config megatron_bridge.config megatron_bridge.fake megatron_bridge.plan"
     " rollout.embedded.server rollout.server_key miles_like.api miles_like.command_errors"
-    " miles_like.config miles_like.device_table miles_like.doctor miles_like.hf miles_like.launch miles_like.limits"
-    " miles_like.pipeline miles_like.preflight miles_like.report miles_like.run miles_like.simulation miles_like.variables",
+    " miles_like.config miles_like.device_table miles_like.doctor miles_like.hf miles_like.limits"
+    " miles_like.pipeline miles_like.preflight miles_like.report miles_like.run miles_like.simulation"
+    " miles_like.variables",
     "miles_like.commands.data": "miles_like.command_errors miles_like.commands miles_like.datasets miles_like.run",
     "miles_like.commands.config": "miles_like.command_errors miles_like.commands miles_like.config",
+    "miles_like.commands.launch": "miles_like.command_errors miles_like.commands miles_like.config miles_like.launch",
     "miles_like.cli": "miles_like.command_errors miles_like.commands",
     "miles_like.__main__": "miles_like.cli",
     "scripts": "miles_like.commands miles_like.pipeline",

@@ -27,7 +27,7 @@ _DNS = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTP]i?)?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class KubernetesOptions:
     """Options of `miles-like launch kubernetes`."""
 

@@ -10,7 +10,7 @@ on_term() { # the run saves and ends; a second signal would end it without savin
 trap on_term TERM
 
 # Ray on one node until SIGUSR1. Slurm may send SIGTERM to the steps alone: before a preemption. Then the task beside the
-# batch script passes it on; Ray is in a session of its own.
+# batch script passes it on; Ray has a separate session.
 ray_task() {
   local ray="" tries=0
   stopped=""

@@ -167,23 +167,14 @@ def kubernetes(
         from miles_like.launch.output import check_output, write_output
 
         check_output(out, overwrite=overwrite)
-        options = KubernetesOptions(
-            image=image,
-            volumes=volumes,
-            in_image=in_image,
-            namespace=namespace,
-            cpus=cpus,
-            memory=memory,
-            shared_memory=shared_memory,
-            gpu_resource=gpu_resource,
-            retries=retries,
-            secret=secret,
+        pods = KubernetesOptions(
+            image, volumes, in_image, namespace, cpus, memory, shared_memory, gpu_resource, retries, secret
         )
         planned = _planned(Asked(config, run_dir, overrides, name, port, join_s, ray_start))
         settings = read_settings(config, overrides)
         text = render_kubernetes(
             planned,
-            options,
+            pods,
             _origin("kubernetes", config),
             settings={one.name: one.value for one in settings.every if one.value is not None},
             toml="\n".join([*as_toml(settings), ""]),
