@@ -166,6 +166,8 @@ RULES = {
     " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.nodes miles_like.report miles_like.staging"
     " miles_like.storage miles_like.supervised",
     "miles_like.doctor": "miles_like.check_results miles_like.nodes miles_like.variables",
+    # scripts and manifests that start a run; they name no process of it
+    "miles_like.launch": "miles_like.config.sections miles_like.stopping miles_like.variables",
     "miles_like.planning.memory": "quant megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
     " megatron_bridge.convert.directory miles_like.device_table rollout.config",
     "miles_like.planning": "megatron_bridge.config megatron_bridge.families miles_like.cluster miles_like.config"
@@ -193,10 +195,12 @@ RULES = {
     " miles_like.rewards miles_like.run miles_like.stopping",
     "miles_like.commands": "quant.hf_config megatron_bridge.config megatron_bridge.fake megatron_bridge.plan"
     " rollout.embedded.server rollout.server_key miles_like.api miles_like.command_errors"
-    " miles_like.config miles_like.device_table miles_like.doctor miles_like.hf miles_like.limits miles_like.pipeline"
-    " miles_like.preflight miles_like.report miles_like.run miles_like.simulation miles_like.variables",
+    " miles_like.config miles_like.device_table miles_like.doctor miles_like.hf miles_like.limits"
+    " miles_like.pipeline miles_like.preflight miles_like.report miles_like.run miles_like.simulation"
+    " miles_like.variables",
     "miles_like.commands.data": "miles_like.command_errors miles_like.commands miles_like.datasets miles_like.run",
     "miles_like.commands.config": "miles_like.command_errors miles_like.commands miles_like.config",
+    "miles_like.commands.launch": "miles_like.command_errors miles_like.commands miles_like.config miles_like.launch",
     "miles_like.cli": "miles_like.command_errors miles_like.commands",
     "miles_like.__main__": "miles_like.cli",
     "scripts": "miles_like.commands miles_like.pipeline",
