@@ -47,7 +47,7 @@ class KubernetesOptions:
     """Secret with the variables that the configuration takes from the environment; None: NAME-env."""
 
 
-class _Readable(yaml.SafeDumper):
+class _Readable(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
     """Without references within a document, and files as they are."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -75,7 +75,8 @@ def render_kubernetes(
                 "has it, as --volume CLAIM=/path, or name the image's directory with --in-image"
             )
     documents = [_config_map(launch, options, toml), _ray_job(launch, options, volumes, settings, ray)]
-    return f"# {origin}\n" + yaml.dump_all(documents, Dumper=_Readable, sort_keys=False, width=120)
+    text: str = yaml.dump_all(documents, Dumper=_Readable, sort_keys=False, width=120)
+    return f"# {origin}\n{text}"
 
 
 def _check(launch: Launch, options: KubernetesOptions) -> None:

@@ -66,7 +66,8 @@ class Slurm:
 
     def run(self, *command: str) -> str:
         """Standard output of a command of Slurm's."""
-        return self._cluster[0].run(list(command), env={"SLURM_CONF": str(self._conf)}).stdout
+        out: str = self._cluster[0].run(list(command), env={"SLURM_CONF": str(self._conf)}).stdout
+        return out
 
     def submit(self, *words: str) -> str:
         """The number of the job. words: of sbatch, which end with a script."""
