@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_bridge.device.collective_errors import check_equal, raise_on_every_rank
 from megatron_bridge.device.parallel import ParallelContext
 from megatron_bridge.model.build import unwrap
+from megatron_bridge.model.kernels.chosen import fused_parts
 from megatron_bridge.model.mtp import mtp_loss
 from megatron_bridge.step.layer_states import StateRecorder
 from megatron_bridge.step.overlap import leave_no_sync
@@ -113,6 +114,7 @@ class Step:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
         olds = None if old is None else old.logprobs
+        fused_parts()  # of what this process computed before
         outputs: list[Stats] = self._schedule(shards, partial(self._loss, refs, olds), forward_only=forward_only)
         stats = reduce_stats(outputs, self.parallel, self.device)
         count = int(stats["train/loss"].count)
