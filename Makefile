@@ -7,13 +7,17 @@ STAMP := $(VENV)/.installed
 SGLANG := .venv-sglang
 VLLM := .venv-vllm
 RUN := runs/demo
+# of the demo: cpu, or cuda, one GPU
+DEVICE ?= cpu
+DEMO_cpu := scripts/run_deepseek.py --config configs/tiny.toml
+DEMO_cuda := -m miles_like.cli demo --device cuda
 # on two cores, because tests of processes wait now and then
 JOBS ?= 3
 
 # 1: tests over nodes of Linux namespaces (tests/cluster) fail, and are not skipped, without the right to make them
 export MILES_LIKE_NEED_NAMESPACES ?= 0
 
-.PHONY: demo docs lint resolve check test test-fast test-slow test-long test-all snapshot test-sglang sglang-all test-vllm fuzz plan-all benchmarks clean
+.PHONY: demo docs lint resolve check test test-fast test-slow test-long test-all snapshot test-sglang sglang-all test-vllm fuzz plan-all gpu benchmarks clean
 
 # Python keeps what it compiles: tests start hundreds of processes. Threads that wait for each other sleep: they would
 # spin on cores that other processes of the tests could use.
@@ -23,7 +27,7 @@ BUDGET := $(BIN)/python -m tests.support.budget
 OUT := build/tests
 
 demo: $(STAMP)
-	$(BIN)/python scripts/run_deepseek.py --config configs/tiny.toml --run-dir $(RUN)
+	$(BIN)/python $(DEMO_$(DEVICE)) --run-dir $(RUN)
 
 # the documentation as a site in build/site; a warning, as for a link to nothing, is an error
 docs: $(VENV)/.docs
@@ -97,6 +101,10 @@ fuzz: $(STAMP)
 plan-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m miles_like.commands.execute --all configs --jobs 2 --json docs/plan/executed.json \
 	  --layouts docs/plan/random_layouts.json $(if $(ONLY),--only $(ONLY))
+
+# everything that needs a CUDA device, with results in build/gpu/results.json; then --write of the script puts them into docs/gpu.md
+gpu: $(STAMP)
+	$(BIN)/python benchmarks/gpu_program.py --out build/gpu
 
 benchmarks: $(STAMP)
 	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done

@@ -9,7 +9,7 @@ Each figure is the median over the rounds; the first round does not count.
 With rollout workers (data_plane_workers.py): the processor time of the driver's thread for a sample, which must not
 grow with its length, that of Ray's threads beside it, samples of one and of two workers in the same time, and memory.
 Extrapolated, not measured: what a step of 16,384 samples of 32k tokens asks of workers and driver beside the 134 s that
-DeepSeek-V3 takes to train it.
+DeepSeek-V3 takes to train it. scaling.py has rounds of up to 2,048 groups.
 
     python benchmarks/data_plane.py [--quick] [--write]
 """
@@ -70,17 +70,18 @@ class Recorded(NamedTuple):
         return len(self.before) + len(RID) + len(self.after)
 
 
-def recorded(tokens: int) -> Recorded:
-    rng, r = np.random.default_rng(tokens), tokens - PROMPT
-    routes = np.zeros((tokens - 1, SHAPE.num_layers, SHAPE.top_k), "<i4")
-    first = rng.integers(0, SHAPE.num_experts, (tokens - 1, len(SHAPE.moe_layers)))
-    for k in range(SHAPE.top_k):  # eight different ones
-        routes[:, list(SHAPE.moe_layers), k] = (first + 31 * k) % SHAPE.num_experts
+def recorded(tokens: int, shape: RoutingShape = SHAPE, prompt: int = PROMPT) -> Recorded:
+    """A reply of `tokens` tokens, those of the prompt included."""
+    rng, r = np.random.default_rng(tokens), tokens - prompt
+    routes = np.zeros((tokens - 1, shape.num_layers, shape.top_k), "<i4")
+    first = rng.integers(0, shape.num_experts, (tokens - 1, len(shape.moe_layers)))
+    for k in range(shape.top_k):  # eight different ones
+        routes[:, list(shape.moe_layers), k] = (first + 31 * k) % shape.num_experts
     ids, logprobs = rng.integers(0, VOCABULARY, r).tolist(), (-rng.random(r)).astype(np.float32).tolist()
     meta = {
         "id": RID.decode(),
         "finish_reason": {"type": "length", "length": r},
-        "prompt_tokens": PROMPT,
+        "prompt_tokens": prompt,
         "completion_tokens": r,
         "cached_tokens": 0,
         "num_retractions": 0,
@@ -177,7 +178,7 @@ def of_workers(*, quick: bool) -> dict[str, float]:
                 with contextlib.ExitStack() as servers, tempfile.TemporaryDirectory() as logs:
                     urls = [servers.enter_context(replayed(recorded(tokens))) for _ in range(workers)]
                     recipe = Replayed(SHAPE, VOCABULARY, tokens)
-                    found = with_workers(urls, recipe, range(PROMPT), groups=groups, rounds=rounds, logs=Path(logs))[1:]
+                    found = with_workers(urls, recipe, range(PROMPT), groups=[groups] * rounds, logs=Path(logs))[1:]
                 wall = statistics.median(one.wall_s for one in found)
                 if workers == 2:
                     out["two_workers_of_one"] = out.pop("wall_8k_s") / wall

@@ -3,8 +3,9 @@ the memory that a sample needs there.
 
 Workers are real actors with the client of data_plane.py, the driver does what a step of the loop does with groups:
 receives their records, plans a batch of two rows for two pipeline stages each, has the workers cut what every place
-needs, and frees the groups. Ranks, rewards and the trainer are left out. The driver's time is that of the thread that
-does this; Ray's own threads in its process work by the second, not by the sample, and have a figure of their process.
+needs, and frees the groups. Rewards and the trainer are left out, and the ranks, unless a
+process stands for them. The driver's time is that of the thread that does this; Ray's own threads in its process work
+by the second, not by the sample, and have a figure of their process.
 """
 
 from __future__ import annotations
@@ -19,19 +20,26 @@ from typing import Any, NamedTuple
 
 import psutil
 import ray
+import torch
 
 from miles_like.batch.packer import Packer
+from miles_like.batch.parcel import Parcel
+from miles_like.batch.portion import Portion, filled
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.cluster.workers.actors import StartActor
 from miles_like.cluster.workers.pool import RolloutWorkers
+from miles_like.cluster.workers.values import HeldValues
 from miles_like.cluster.workers.worker import Sampling
 from miles_like.config.sections.cluster import ClusterConfig
 from miles_like.nodes.reservation import reserve
-from miles_like.types import PlannedBatch, Prompt, SampleGroup, SamplingParams
+from miles_like.records import PlannedBatch, PlannedMicroBatch
+from miles_like.types import Prompt, SampleGroup, SamplingParams
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.samples import RoutingShape
+from routing_replay.agreement import RouteCounts, count_routes
 from routing_replay.align import ShardSpec
+from routing_replay.rank_routes import RankRoutes
 
 G = 4  # samples a group
 
@@ -55,6 +63,7 @@ class Replayed:
             engines=sampler,
             filter=lambda group: None,
             answer=sampler,
+            work=sampler,
             close=client.close,
         )
 
@@ -80,19 +89,45 @@ class _Sampler:
         return {}
 
 
+class Rank:
+    """Stands for all ranks of a step: fills their micro-batches from what it gets, and compares the routes of each
+    layer with others of the same experts, as a forward pass compares them with its routers' choice."""
+
+    def fill(self, cells: Sequence[PlannedMicroBatch], *parts: Parcel[Portion]) -> int:
+        compared = 0
+        for micro in filled(cells, [part.value for part in parts]):
+            assert isinstance(micro.routing, RankRoutes)
+            trace = micro.routing.trace
+            real = torch.ones(len(trace), dtype=torch.bool)
+            for layer in range(len(trace.layers)):
+                recorded = trace.experts[:, layer]
+                counts = RouteCounts(*count_routes(recorded.roll(1, 0), recorded, real, trace.num_experts).tolist())
+                compared += int(counts.rows)
+        return compared
+
+
 class Measured(NamedTuple):
-    """Of one sample."""
+    """Of one round; all but `iteration_s` of one of its samples."""
 
     driver_s: float  # processor time of the driver's thread
     ray_s: float  # of all threads of its process that are Ray's
     wall_s: float  # of all workers together
+    iteration_s: float  # by the clock, until the last portion is cut, with a Rank until all micro-batches are filled
     memory: float  # bytes: the largest resident memory of a worker beyond that before, over the samples that it held
 
 
 def with_workers(
-    urls: Sequence[str], recipe: Replayed, prompt: Sequence[int], *, groups: int, rounds: int, logs: Path
+    urls: Sequence[str],
+    recipe: Replayed,
+    prompt: Sequence[int],
+    *,
+    groups: Sequence[int],
+    logs: Path,
+    rank: Any = None,
 ) -> list[Measured]:
-    """A figure for each round of `groups` groups; the first is of processes that are cold. Ray is started already."""
+    """A figure for each round, of so many groups; the first is of processes that are cold. Ray is started already.
+
+    rank: a handle of an actor of `Rank`; None: the portions are cut and not used."""
     held = reserve(1, 0, run="data_plane", when_busy="refuse", timeout_s=60, say=print)
     nodes = RunNodes(nodes=held.nodes, facts=held.facts, cluster=ClusterConfig(), local=True)
     slots = [Slot(role="rollout", index=w, node=0, gpus=()) for w in range(len(urls))]
@@ -103,24 +138,31 @@ def with_workers(
     packer = Packer(dp_size=2, max_tokens=max(2 * recipe.tokens, 1 << 16))
 
     async def one(round_index: int, processes: Sequence[psutil.Process]) -> Measured:
-        prompts = [Prompt(id=f"p{i}", token_ids=tuple(prompt), answer="") for i in range(groups)]
+        count = groups[round_index]
+        prompts = [Prompt(id=f"p{i}", token_ids=tuple(prompt), answer="") for i in range(count)]
         before = [process.memory_info().rss for process in processes]
         cpu, own, wall = time.process_time(), time.thread_time(), time.perf_counter()
         found = [group async for _, group in workers.groups(round_index, prompts)]
         seconds = time.perf_counter() - wall
-        (batch,) = packer.steps(found, [[1.0] * G] * groups)
+        (batch,) = packer.steps(found, [[1.0] * G] * count)
         assert isinstance(batch, PlannedBatch)
-        pulled = await workers.pull(batch, [(row, part) for row in range(2) for part in parts])
+        pulled = await HeldValues(workers).pull(batch, [(row, part) for row in range(2) for part in parts])
+        own = time.thread_time() - own
+        if rank is not None:
+            for (row, _), portions in pulled.portions.items():
+                assert await rank.fill.remote(batch.grid[row], *portions)
+        iteration = time.perf_counter() - wall
+        cpu = time.process_time() - cpu - own
         memory = max(p.memory_info().rss - b for p, b in zip(processes, before, strict=True))
         workers.release(found)
         del pulled
-        n, own = groups * G, time.thread_time() - own
-        return Measured(own / n, (time.process_time() - cpu - own) / n, seconds / n, memory / (n / len(urls)))
+        n = count * G
+        return Measured(own / n, cpu / n, seconds / n, iteration, memory / (n / len(urls)))
 
     async def all_rounds() -> list[Measured]:
         await workers.begin()
         pids = [ray.get(w.link.actor.pid.remote()) for w in workers._workers]  # type: ignore[attr-defined]
-        out = [await one(i, [psutil.Process(pid) for pid in pids]) for i in range(rounds)]
+        out = [await one(i, [psutil.Process(pid) for pid in pids]) for i in range(len(groups))]
         await workers.close()
         return out
 

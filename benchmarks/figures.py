@@ -73,8 +73,11 @@ def provenance(made_at: str | None = None) -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!docs", ":!README.md")
-    commit = made_at or git("rev-parse", "--short=7", "HEAD") + (" with local changes" if changed else "")
+    def checked_out() -> str:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!docs", ":!README.md")
+        return git("rev-parse", "--short=7", "HEAD") + (" with local changes" if changed else "")
+
+    commit = made_at or checked_out()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     machine = f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
     if made_at is None:
@@ -90,11 +93,14 @@ def _processor() -> str:
     return found[1].strip() if found else platform.machine()
 
 
-def write_block(page: Path, script: str, lines: Sequence[str], *, made_at: str | None = None) -> None:
-    """Replaces the block of `script` in `page`. Raises ValueError where the page has none."""
+def write_block(
+    page: Path, script: str, lines: Sequence[str], *, made_at: str | None = None, line: str | None = None
+) -> None:
+    """Replaces the block of `script` in `page`. Raises ValueError where the page has none. line: the provenance of
+    figures that were measured on another machine."""
     text, first = page.read_text(), begin(script)
     if first not in text:
         raise ValueError(f"{page} has no line {first!r}: add it, and {END!r} after it")
     start = text.index(first) + len(first)
-    body = "\n".join(["", *lines, "", provenance(made_at), ""])
+    body = "\n".join(["", *lines, "", line or provenance(made_at), ""])
     page.write_text(text[:start] + "\n" + body + text[text.index(END, start) :])

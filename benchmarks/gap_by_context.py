@@ -35,10 +35,9 @@ from miles_like.hf.checkpoint import read_config
 from miles_like.run import assemble
 from miles_like.run.alignment import comparison, drill_down
 from miles_like.run.setup.launcher import Launcher
-from miles_like.run.setup.model_plan import ModelPlan, model_plan
+from miles_like.run.setup.model_plan import ModelPlan, model_plan, run_algorithm
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.run_cluster import RunCluster
-from miles_like.run.train import run_algorithm
 from miles_like.stopping import run_to_end
 from miles_like.types import Prompt
 from rollout.sglang.client import SGLangClient

@@ -37,10 +37,9 @@ from miles_like.rewards.load import make_reward
 from miles_like.run import assemble
 from miles_like.run.alignment import comparison
 from miles_like.run.setup.launcher import Launcher, freeze_gc
-from miles_like.run.setup.model_plan import model_plan
+from miles_like.run.setup.model_plan import model_plan, run_algorithm
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.run_cluster import RunCluster
-from miles_like.run.train import run_algorithm
 from miles_like.types import SampleGroup
 from rollout.episodes.groups import run_groups
 from rollout.prompts.mix import PromptSource

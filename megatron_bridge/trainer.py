@@ -40,7 +40,7 @@ from megatron_bridge.step.nonfinite import RoutingBias, explain  # noqa: E402
 from megatron_bridge.step.overlap import connect_overlap, finish_param_gather  # noqa: E402
 from megatron_bridge.step.replay_hook import RoutingReplay  # noqa: E402
 from megatron_bridge.step.routing_check import RoutingBreach, check_routes  # noqa: E402
-from megatron_bridge.step.stats import Stats, combine, values  # noqa: E402
+from megatron_bridge.step.stats import Stats, combine, parts_by_kernels, values  # noqa: E402
 from megatron_bridge.step.step import OldPolicy, Step  # noqa: E402
 from megatron_bridge.weights.checkpoint import begin_save, host_copy, load_checkpoint, load_host_copy, load_weights  # noqa: E402
 from megatron_bridge.weights.checkpoint_writer import CheckpointSave  # noqa: E402
@@ -185,7 +185,7 @@ class MegatronTrainer:
         found += checked
         if (every := self.config.reference_every) and version % every == 0:
             self.copies.keep(REFERENCE)
-        return StepReport(version=version, metrics=values(combine(found)) | {"train/lr": lr})
+        return StepReport(version=version, metrics=values(combine(found)) | {"train/lr": lr} | parts_by_kernels())
 
     def _update(self, run: Callable[[], Stats], lr: float, where: str, check: bool) -> Stats:
         """One optimizer step on the gradients that `run` accumulates; returns its statistics and the optimizer's.

@@ -19,6 +19,7 @@ from miles_like.commands.data.files import data
 from miles_like.commands.doctor import doctor
 from miles_like.commands.evaluate import calibrate, evaluate
 from miles_like.commands.export import export
+from miles_like.commands.launch.app import launch
 from miles_like.commands.options import Command, Group
 from miles_like.commands.output import LOG_LEVELS, set_output
 from miles_like.commands.plan import plan
@@ -55,6 +56,7 @@ for panel, commands in _PANELS.items():
 app.add_typer(convert, name="convert", rich_help_panel=CHECKPOINTS)
 app.add_typer(data, name="data", rich_help_panel=DATA)
 app.add_typer(config, name="config", rich_help_panel=PLANS)
+app.add_typer(launch, name="launch", rich_help_panel=RUNS)
 
 
 def _print_version(asked: bool) -> None:

@@ -126,7 +126,8 @@ def _module(where: str, *, label: str) -> ModuleType:
         return _of_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
     except FileNotFoundError as e:
         raise ValueError(
-            f"{label}: file not found: {e.filename}; paths starting with ./ are relative to the configuration file"
+            f"{label}: file not found: {e.filename}; paths starting with ./ are relative to their configuration "
+            "file, those of --set to the working directory"
         ) from e
     except SyntaxError as e:
         raise ValueError(f"{label}: {e.msg} ({e.filename}, line {e.lineno})") from e

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
+from miles_like.records import AnyBatch, PlannedBatch
 from miles_like.types import (
     Aggregation,
-    AnyBatch,
     LossInputs,
     LossOutput,
     MicroBatch,
@@ -100,6 +100,10 @@ class Trainer(Protocol):
         Raises RuntimeError as `train`, also when there is no copy of that name.
         """
 
+    async def held_logprobs(self, batch: PlannedBatch, *, weights: str | None = None) -> Mapping[int, Sequence[Any]]:
+        """As `logprobs`, of records, planned with `only`: holder -> references to parcels of sample name -> [S] fp32,
+        for the holder alone; none of a sample without a loss token. Raises also ColumnsLostError."""
+
     async def load_copy(self, name: str, path: Path) -> None:
         """Load the weights of a converted directory beside the trained ones, for `logprobs`. Raises RuntimeError when a
         rank cannot load them."""
@@ -160,6 +164,25 @@ class LossFn(Protocol):
     def __call__(self, inputs: LossInputs) -> LossOutput: ...
 
 
+Numbers: TypeAlias = tuple[float, ...]  # of a sample
+
+
+class AdvantageParts(Protocol):
+    """Advantages in parts, for groups in several processes (algorithms.advantages.parts)."""
+
+    @property
+    def measures(self) -> bool: ...
+    @property
+    def places(self) -> bool: ...
+    def measure(self, groups: Sequence[SampleGroup]) -> tuple[Sequence[SampleGroup], Sequence[Sequence[Numbers]]]: ...
+    def decide(
+        self, groups: Sequence[SampleGroup], numbers: Sequence[Sequence[Numbers]]
+    ) -> Sequence[Sequence[Numbers]]: ...
+    def place(
+        self, groups: Sequence[SampleGroup], decided: Sequence[Sequence[Numbers]]
+    ) -> Sequence[Sequence[float | Tensor]]: ...
+
+
 class AdvantageFn(Protocol):
     """Advantages of samples or of single tokens."""
 
@@ -183,6 +206,10 @@ class Algorithm(Protocol):
     @property
     def needs(self) -> frozenset[str]:
         """Streams that `advantages` reads, some of REFERENCE, TEACHER and VALUES; and GREEDY."""
+
+    @property
+    def parts(self) -> AdvantageParts | None:
+        """Of `advantages`; None: it needs all samples with the values of their tokens at once."""
 
     def advantages(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
         """As `AdvantageFn`, with its errors."""

@@ -7,11 +7,11 @@ K experts a token, C candidates a token.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -126,6 +126,7 @@ REFERENCE = "reference"  # stream: log-probs under the reference weights; also t
 TEACHER = "teacher"  # stream: log-probs under a teacher's weights
 TAUGHT = "taught"  # stream: 1 where a teacher scored the token, else 0
 VALUES = "values"  # stream: the critic's value estimate before the token was chosen
+ADVANTAGES = "advantages"  # stream: of tokens, where they are not one number a sample
 RETURNS = "returns"  # stream: the critic's training targets
 GREEDY = "greedy"  # need of an algorithm: the first sample of each group is greedy, and is not trained on
 ANSWER = "answer"  # stream: 1 at the tokens of the answer, 0 at those of the prompt
@@ -193,55 +194,6 @@ class Sample:
         return replace(self, loss_mask=torch.zeros_like(self.loss_mask))
 
 
-class _Elsewhere:
-    """In place of values that this process does not hold."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(
-            f"{name}: the values of this sample's tokens are in a rollout worker, which this process does not read; a "
-            "function that reads them needs rollout.workers = 0"
-        )
-
-    def __len__(self) -> int:
-        return int(self.__getattr__("length"))
-
-    def __getitem__(self, key: object) -> Any:
-        return self.__getattr__("items")
-
-    def __reduce__(self) -> str:
-        return "ELSEWHERE"
-
-
-ELSEWHERE: Any = _Elsewhere()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SampleRecord(Sample):
-    """A sample whose values of tokens are held by a rollout worker: what the loop decides from. Reading the values
-    raises RuntimeError."""
-
-    token_ids: Tensor = field(init=False, repr=False, default=ELSEWHERE)
-    loss_mask: Tensor = field(init=False, repr=False, default=ELSEWHERE)
-    logprobs: Tensor = field(init=False, repr=False, default=ELSEWHERE)
-    routing: RoutingTrace | None = field(init=False, repr=False, default=ELSEWHERE)
-    text: str = field(init=False, repr=False, default=ELSEWHERE)
-    streams: Mapping[str, Tensor] = field(init=False, repr=False, default=ELSEWHERE)
-    candidates: Tensor | None = field(init=False, repr=False, default=ELSEWHERE)
-    length: int
-    response_len: int
-    turns: int
-    holder: int  # number of the worker
-    key: int  # of the sample's group there
-    checksum: int  # CRC-32 of tokens, loss mask and log-probs
-
-    def __post_init__(self) -> None:
-        """The worker has checked the values."""
-
-    def without_loss(self) -> SampleRecord:
-        """A sample without a loss token is never packed, so that its values need not change."""
-        return replace(self, response_len=0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleGroup:
     """All samples of one prompt: the unit of advantages and of the buffer."""
@@ -264,14 +216,6 @@ class SampleGroup:
                 raise ValueError(f"sample {s.name} has no reward")
             out.append(s.reward)
         return out
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecordGroup(SampleGroup):
-    """A group of records."""
-
-    samples: tuple[SampleRecord, ...]
-    refused: str | None = None  # why the run's filter discards the group; None: it is worth training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -319,16 +263,6 @@ class MicroBatch:
             raise ValueError(f"micro-batch of {t} tokens has streams of other lengths: {wrong}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedMicroBatch:
-    """A micro-batch of N samples that is not filled yet: what its rank computes, without the values of tokens."""
-
-    samples: tuple[str, ...]  # [N] unique names, as in MicroBatch
-    advantages: tuple[float, ...]  # [N], the same at each token of a sample
-    weights: tuple[float, ...] | None  # [N], the same at each token of a sample; None: 1 each
-    filler: bool = False  # an empty cell: the first token of its one sample, without loss
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerStates:
     """The residual stream of a micro-batch at this rank's layers (megatron_bridge/step/layer_states.py)."""
@@ -362,20 +296,6 @@ class TrainBatch:
             raise ValueError(
                 f"rows of {[len(r) for r in self.grid]} micro-batches: each data-parallel rank needs the same number"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlannedBatch:
-    """One optimizer step whose micro-batches the ranks fill."""
-
-    grid: tuple[tuple[PlannedMicroBatch, ...], ...]  # [dp][micro]
-    loss_tokens: int  # as of TrainBatch
-    versions: tuple[int, int]  # as of TrainBatch
-    records: Mapping[str, SampleRecord]  # by the unique names in the grid
-    replayed: bool  # training uses the routes, so their weight versions are checked
-
-
-AnyBatch: TypeAlias = TrainBatch | PlannedBatch
 
 
 class Reduce(StrEnum):
@@ -443,21 +363,6 @@ class SamplingParams:
     min_p: float = 0.0  # of the largest probability
     stop_token_ids: tuple[int, ...] = ()
     sampling_seed: int | None = None  # sample i of a prompt draws from a random stream keyed by (sampling_seed, i)
-
-
-class ColumnsLostError(RuntimeError):
-    """A rollout worker has ended or lost values of samples that it held. Nothing was computed from them."""
-
-    def __init__(self, why: str, lost: Collection[tuple[int, int]]) -> None:
-        """lost: (holder, key) of the groups whose values are gone."""
-        super().__init__(why)
-        self.lost = frozenset(lost)
-
-    def has_lost(self, group: SampleGroup) -> bool:
-        return any(isinstance(s, SampleRecord) and (s.holder, s.key) in self.lost for s in group.samples)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ColumnsLostError, (str(self), self.lost)
 
 
 class ServerLost(RuntimeError):

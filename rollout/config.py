@@ -91,9 +91,12 @@ def _check_interpreter(engine: str, python: str | None) -> None:
 
 
 class EmbeddedFlags(Section):
-    """The CPU engine."""
+    """The engine of this project."""
 
-    # dtype of activations; weights are the decoded codes. None: float32, or bfloat16 with alignment.deterministic
+    # where a server computes. "cuda": on one GPU of the rollout, in bfloat16
+    device: Literal["cpu", "cuda"] = "cpu"
+    # dtype of activations; weights are the decoded codes. None: float32, or bfloat16 on "cuda" and with
+    # alignment.deterministic
     dtype: Literal["float32", "bfloat16"] | None = None
     # "decoded": keep decoded copies beside the codes. "codes": keep the codes only, which takes less memory
     weights: Literal["decoded", "codes"] = "decoded"
@@ -108,13 +111,29 @@ class EmbeddedFlags(Section):
     disable_radix_cache: bool | None = None
     return_gates: bool = False  # return the experts' gate weights with the routes, for replay.gates
 
+    @model_validator(mode="after")
+    def a_gpu_can_do_it(self) -> EmbeddedFlags:
+        if self.device == "cpu":
+            return self
+        if self.dtype == "float32":
+            raise ValueError(
+                "rollout.embedded.device = 'cuda' computes in bfloat16, but rollout.embedded.dtype = 'float32': remove "
+                "that key, or set device = 'cpu'"
+            )
+        if (ranks := max(self.tp_size, self.ep_size)) > 1:
+            raise ValueError(
+                f"rollout.embedded.device = 'cuda' is for servers of one rank, but tp_size, ep_size = {self.tp_size}, "
+                f"{self.ep_size} need {ranks}: set both to 1 and raise rollout.servers, or set device = 'cpu'"
+            )
+        return self
+
 
 class RolloutConfig(Section):
-    # the CPU engine of this project, stock SGLang, or stock vLLM (docs/vllm.md)
+    # this project's own engine, stock SGLang, or stock vLLM (docs/vllm.md)
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"
     servers: int = Field(1, ge=1)  # number of servers
     # processes that sample, score and hold the samples' tokens, log-probs and routes until ranks train them; 0: the
-    # driver does. None: 0 on one node and for what workers cannot do yet, else one for each node with servers
+    # driver does. None: 0 on one node and for a reward that Python code passes, else one for each node with servers
     workers: int | None = Field(None, ge=0)
     # bytes of such values held by all workers, from which no further prompts are admitted before a step is trained
     # (not with buffer.lockstep, which holds a fixed number of steps)
@@ -183,6 +202,11 @@ class RolloutConfig(Section):
     def python(self) -> str | None:
         """The Python of the servers' virtual environment; None: the trainer's."""
         return {"embedded": None, "sglang": self.sglang.python, "vllm": self.vllm.python}[self.engine]
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether servers compute on GPUs in a run that has any."""
+        return self.engine != "embedded" or self.embedded.device == "cuda"
 
     @property
     def gpus_per_server(self) -> int:

@@ -23,8 +23,8 @@ TESTED_ELSEWHERE = ("scripts",)  # folders without a folder of tests: tests/e2e 
 # A folder -> the folders that its modules import, from the ground up. A module that lies in the root of a package has a
 # separate row. A name stands for its subfolders too: "quant" is quant.spec, quant.formats and the others.
 CONTRACTS = (
-    "miles_like.types miles_like.protocols miles_like.plugins miles_like.hf miles_like.limits miles_like.section"
-    " miles_like.variables"
+    "miles_like.types miles_like.records miles_like.protocols miles_like.plugins miles_like.hf miles_like.limits"
+    " miles_like.section miles_like.variables"
 )
 RULES = {
     "quant.exact": "",
@@ -43,7 +43,8 @@ RULES = {
     "miles_like.section": "",
     "miles_like.variables": "",
     "miles_like.types": "routing_replay",
-    "miles_like.protocols": "routing_replay miles_like.types",
+    "miles_like.records": "routing_replay miles_like.types",
+    "miles_like.protocols": "routing_replay miles_like.types miles_like.records",
     "miles_like.plugins": "miles_like.limits",
     "miles_like.hf": "quant.hf_config miles_like.limits miles_like.types",
     # rollout
@@ -69,10 +70,13 @@ RULES = {
     "rollout.publish.sources": f"{CONTRACTS} quant.registry rollout.publish rollout.sglang",
     "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds",
     "rollout.embedded.families": "",
-    "rollout.embedded.cache": "rollout.embedded.families",
-    "rollout.embedded.model": "miles_like.hf quant rollout.embedded.cache rollout.embedded.families rollout.wire",
+    "rollout.embedded.device": "rollout.embedded.families",
+    "rollout.embedded.cache": "rollout.embedded.device rollout.embedded.families",
+    "rollout.embedded.model": "miles_like.hf quant rollout.embedded.cache rollout.embedded.device"
+    " rollout.embedded.families rollout.wire",
     "rollout.embedded.updates": "miles_like.types rollout.wire",
-    "rollout.embedded.engine": "miles_like.types rollout.embedded.cache rollout.embedded.model rollout.wire",
+    "rollout.embedded.engine": "miles_like.types rollout.embedded.cache rollout.embedded.device rollout.embedded.model"
+    " rollout.wire",
     "rollout.embedded.ranks": "miles_like.hf quant rollout.embedded.cache rollout.embedded.model"
     " rollout.embedded.updates rollout.wire",
     "rollout.embedded.openai": "miles_like.hf miles_like.limits miles_like.types rollout.embedded.engine rollout.wire",
@@ -86,9 +90,10 @@ RULES = {
     "megatron_bridge.convert": f"{CONTRACTS} quant megatron_bridge.families megatron_bridge.convert.directory",
     "megatron_bridge.device": "megatron_bridge.config megatron_bridge.plan",
     "megatron_bridge.optim": "megatron_bridge.device megatron_bridge.plan",
+    "megatron_bridge.model.kernels": "quant.kernels",
     "megatron_bridge.model": "quant.exact routing_replay miles_like.types megatron_bridge.config"
     " megatron_bridge.families megatron_bridge.plan megatron_bridge.convert megatron_bridge.device"
-    " megatron_bridge.optim",
+    " megatron_bridge.optim megatron_bridge.model.kernels",
     "megatron_bridge.step": f"{CONTRACTS} quant routing_replay megatron_bridge.config megatron_bridge.families"
     " megatron_bridge.device megatron_bridge.optim megatron_bridge.model",
     "megatron_bridge.weights": f"{CONTRACTS} megatron_bridge.config megatron_bridge.families megatron_bridge.convert"
@@ -100,7 +105,7 @@ RULES = {
     # miles_like: data and settings
     "miles_like.device_table": "",
     "miles_like.timing.rates": "miles_like.device_table",
-    "miles_like.batch": "routing_replay miles_like.types",
+    "miles_like.batch": "routing_replay miles_like.types miles_like.records",
     "miles_like.config.sections": "quant.spec megatron_bridge.config rollout.config rollout.server_url"
     " miles_like.section miles_like.device_table miles_like.variables",
     "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts miles_like.limits"
@@ -132,7 +137,7 @@ RULES = {
     "miles_like.loop": f"{CONTRACTS} rollout.concurrency rollout.episodes rollout.prompts rollout.seeds"
     " miles_like.config.sections miles_like.algorithms miles_like.batch miles_like.checkpoint miles_like.experience"
     " miles_like.report miles_like.stopping",
-    "miles_like.turns": f"{CONTRACTS} rollout.concurrency rollout.episodes rollout.sglang rollout.wire miles_like.loop",
+    "miles_like.turns": f"{CONTRACTS} rollout.concurrency rollout.sglang rollout.wire miles_like.loop",
     "miles_like.supervised": f"{CONTRACTS} rollout.prompts miles_like.config.sections miles_like.algorithms"
     " miles_like.batch miles_like.checkpoint miles_like.loop miles_like.report",
     "miles_like.nodes": "miles_like.stopping miles_like.variables",
@@ -161,6 +166,8 @@ RULES = {
     " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.nodes miles_like.report miles_like.staging"
     " miles_like.storage miles_like.supervised",
     "miles_like.doctor": "miles_like.check_results miles_like.nodes miles_like.variables",
+    # scripts and manifests that start a run; they name no process of it
+    "miles_like.launch": "miles_like.config.sections miles_like.stopping miles_like.variables",
     "miles_like.planning.memory": "quant megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
     " megatron_bridge.convert.directory miles_like.device_table rollout.config",
     "miles_like.planning": "megatron_bridge.config megatron_bridge.families miles_like.cluster miles_like.config"
@@ -188,10 +195,12 @@ RULES = {
     " miles_like.rewards miles_like.run miles_like.stopping",
     "miles_like.commands": "quant.hf_config megatron_bridge.config megatron_bridge.fake megatron_bridge.plan"
     " rollout.embedded.server rollout.server_key miles_like.api miles_like.command_errors"
-    " miles_like.config miles_like.device_table miles_like.doctor miles_like.hf miles_like.limits miles_like.pipeline"
-    " miles_like.preflight miles_like.report miles_like.run miles_like.simulation miles_like.variables",
+    " miles_like.config miles_like.device_table miles_like.doctor miles_like.hf miles_like.limits"
+    " miles_like.pipeline miles_like.preflight miles_like.report miles_like.run miles_like.simulation"
+    " miles_like.variables",
     "miles_like.commands.data": "miles_like.command_errors miles_like.commands miles_like.datasets miles_like.run",
     "miles_like.commands.config": "miles_like.command_errors miles_like.commands miles_like.config",
+    "miles_like.commands.launch": "miles_like.command_errors miles_like.commands miles_like.config miles_like.launch",
     "miles_like.cli": "miles_like.command_errors miles_like.commands",
     "miles_like.__main__": "miles_like.cli",
     "scripts": "miles_like.commands miles_like.pipeline",

@@ -29,6 +29,7 @@ FROM_ELSEWHERE = {  # their blocks are on other pages
     "demo.py",
     "plan_figures.py",
     "gpu_rates.py",
+    "gpu_program.py",
     "tail_studies.py",
     "weight_sync_simulated.py",
 }

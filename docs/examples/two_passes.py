@@ -26,10 +26,11 @@ class TwoPasses(Controller):
         for number in (1, 2):
             with record.timed("experience"):
                 scored = await self.experience.score(groups)
-                advantages = self.experience.advantages(record.step, scored)
+                advantages = await self.experience.advantages(record.step, scored)
             with record.timed("train"):
                 report = await self.trainer.train(self.packer.steps(scored, advantages))
-                record.trained(report, await self.experience.learn(scored))
+                record.trained(report)
+                record.metrics |= await self.experience.learn(scored)
             if number == 1:
                 first = {f"first_pass/{key}": value for key, value in record.metrics.items()}
         record.metrics |= first

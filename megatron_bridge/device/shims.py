@@ -216,18 +216,6 @@ MEGATRON_SHIMS: tuple[Shim, ...] = (
         weighted_swiglu_back,
     ),
     Shim(
-        "megatron.core.optimizer.clip_grads",
-        "l2_norm_impl",
-        "computes the norms of gradients one by one, through Python numbers",
-        foreach_norm,
-    ),
-    Shim(
-        "megatron.core.optimizer.clip_grads",
-        "multi_tensor_scale_impl",
-        "clips gradients one by one into a copy, which it copies back",
-        scale_in_place,
-    ),
-    Shim(
         "megatron.core.distributed.param_and_grad_buffer",
         "_coalescing_manager",
         "on a single rank, reduces and gathers gradients and parameters onto themselves in a thread",
@@ -308,6 +296,18 @@ def _fp8_false_is_off(stock: Any) -> Any:
 
 # Without TransformerEngine, on any device: bugs of 0.16.1.
 NO_TE_SHIMS: tuple[Shim, ...] = (
+    Shim(
+        "megatron.core.optimizer.clip_grads",
+        "l2_norm_impl",
+        "computes the norms of gradients one by one, through Python numbers",
+        foreach_norm,
+    ),
+    Shim(
+        "megatron.core.optimizer.clip_grads",
+        "multi_tensor_scale_impl",
+        "clips gradients one by one into a copy, which it copies back",
+        scale_in_place,
+    ),
     Shim(
         "megatron.core.transformer.multi_latent_attention",
         "HAVE_TE",

@@ -240,11 +240,11 @@ class _WeightedSwiGLU(WeightedSwiGLUFunction):
 class ExactGroupedMLP(LocalGroupedMLP):
     """Pads experts to a multiple of rows in fp32 too, so that products need no copy."""
 
-    def product(self, name: str) -> type[GroupedLinear]:
+    def product(self, name: str, x: Tensor, weights: Sequence[Tensor]) -> type[GroupedLinear]:
         shared_out = name == "linear_fc2" and self.config.expert_tensor_parallel_size > 1
         return _GroupedShare if shared_out else _GroupedLinear
 
-    def fills_up(self, dtype: torch.dtype) -> bool:
+    def fills_up(self, x: Tensor) -> bool:
         return True
 
     def activate(self, h: Tensor, weights: Tensor) -> Tensor:

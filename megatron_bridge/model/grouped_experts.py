@@ -14,6 +14,8 @@ from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
+from megatron_bridge.model.kernels import grouped_product
+from megatron_bridge.model.kernels.chosen import by_triton, note
 from megatron_bridge.model.weight_functions import input_of, weight_of
 
 _HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -71,10 +73,12 @@ class LocalGroupedMLP(SequentialMLP):
     Stock experts run one after the other: a dozen small operations each, and their outputs and gradients are then
     concatenated. Here a loop computes the two matrix products into one output, and one operation all activations.
 
-    In bf16 each expert's tokens are padded to a multiple of `ROWS`. Their number changes every step, and oneDNN
-    recompiles a bf16 matrix product for every number of rows: half a millisecond, several times the product itself at
-    small sizes. Zero rows give zeros (there are no biases) and no gradient. With sixteen rows or more, a row's bits
-    also do not depend on the number of rows.
+    On a CUDA device each of the two is one grouped product (`kernels/grouped_product.py`).
+
+    On a CPU in bf16 each expert's tokens are padded to a multiple of `ROWS`. Their number changes every step, and
+    oneDNN recompiles a bf16 matrix product for every number of rows: half a millisecond, several times the product
+    itself at small sizes. Zero rows give zeros (there are no biases) and no gradient. With sixteen rows or more, a
+    row's bits also do not depend on the number of rows.
 
     Hooks on the experts' linears are called; the experts and their activation modules are not.
     """
@@ -87,16 +91,21 @@ class LocalGroupedMLP(SequentialMLP):
         assert c.gated_linear_unit and c.activation_func is F.silu and not c.add_bias_linear
         assert c.activation_func_clamp_value is None and not c.glu_linear_offset and not c.moe_apply_probs_on_input
 
-    def product(self, name: str) -> type[GroupedLinear]:
-        """The autograd function of the experts' linear `name`."""
-        return GroupedLinear
+    def product(self, name: str, x: Tensor, weights: Sequence[Tensor]) -> type[torch.autograd.Function]:
+        """The autograd function of the experts' linear `name`, as `GroupedLinear`."""
+        fused = note("experts", x, grouped_product.supports(x, weights))
+        return grouped_product.GroupedProduct if fused else GroupedLinear
 
-    def fills_up(self, dtype: torch.dtype) -> bool:
+    def fills_up(self, x: Tensor) -> bool:
         """Whether each expert's tokens are padded to a multiple of ROWS."""
-        return dtype is torch.bfloat16
+        return x.dtype is torch.bfloat16 and not grouped_product.on_device(x)
 
     def activate(self, h: Tensor, weights: Tensor) -> Tensor:
         """SwiGLU of h [T, 2F] -> [T, F], times weights [T, 1]."""
+        if by_triton("activation", h):
+            from megatron_bridge.model.kernels.swiglu import WeightedSwiGLU
+
+            return WeightedSwiGLU.apply(h, weights)  # type: ignore[no-any-return, no-untyped-call]
         return weighted_bias_swiglu_impl(h, None, weights)  # type: ignore[no-any-return]
 
     def forward(
@@ -104,7 +113,7 @@ class LocalGroupedMLP(SequentialMLP):
     ) -> tuple[Tensor, None]:
         """[T, H]: outputs of the local experts' tokens, grouped by expert, times their weights [T]."""
         x, counts = permuted_local_hidden_states, tokens_per_expert.tolist()
-        padded = self.fills_up(x.dtype)
+        padded = self.fills_up(x)
         sizes = [n + -n % self.ROWS for n in counts] if padded else counts
 
         def resized(values: Tensor, old: list[int], new: list[int]) -> Tensor:
@@ -122,8 +131,8 @@ class LocalGroupedMLP(SequentialMLP):
         mixed = len({hasattr(linear, "input_function") for linear in linears}) > 1
         if mixed or any(getattr(linear, kind) for linear in linears for kind in _HOOKS) or _replaced(linears, runs):
             return torch.cat([linear(rows)[0] for linear, rows in zip(linears, runs, strict=True)])
-        product = self.product(name)
-        out: Tensor = product.apply(input_of(linears[0], x), sizes, *map(weight_of, linears))  # type: ignore[no-untyped-call]
+        x, weights = input_of(linears[0], x), [weight_of(linear) for linear in linears]
+        out: Tensor = self.product(name, x, weights).apply(x, sizes, *weights)
         return out
 
 

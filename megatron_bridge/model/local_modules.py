@@ -31,12 +31,18 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_bridge.model.grouped_experts import LocalGroupedMLP
-from megatron_bridge.model.packed_rope import apply_packed_rope
+from megatron_bridge.model.kernels import varlen_attention
+from megatron_bridge.model.kernels.chosen import by_triton, note
+from megatron_bridge.model.packed_rope import apply_packed_rope, ends_of
+from megatron_bridge.model.permutation import sort_on_devices
 from megatron_bridge.model.router import MaskedRouter
 from routing_replay.align import zigzag_index
 from routing_replay.checksums import ragged_arange
 
+sort_on_devices()  # before a rank on fake tensors replaces these functions for a while
+
 _SEPARATE_CALL = 1024  # from this length on, padding to a similar length costs more than a separate call
+_WIDEST_NORM = 8192  # elements of a row that a program of the Triton kernel holds
 _SHORT = 16  # up to this length plain matrix products are faster than the CPU's attention kernel
 
 
@@ -166,7 +172,7 @@ def packed_causal_attention(
     each in zigzag order; cu_seqlens [N+1] int, of the whole pack. Returns [T / size, h, v]. Many short segments share
     one call: no real query attends a padding key, since padding comes last and attention is causal.
     """
-    plan = _planned(tuple(cu_seqlens.tolist()), rank, size, query.device)
+    plan = _planned(ends_of(cu_seqlens), rank, size, query.device)
     dtype = value.dtype
     if query.device.type == "cpu":
         # The CPU kernel's bf16 backward takes 16 times as long as fp32 on segments of a dozen tokens.
@@ -242,6 +248,10 @@ class SDPACoreAttention(MegatronModule):
         )
         assert attention_mask is None and attention_bias is None
         group, cu_seqlens = self.cp_group, packed_seq_params.cu_seqlens_q_padded
+        plain = group.size() > 1 or self.attend is not padded_causal_attention
+        if note("attention", query, not plain and varlen_attention.supports(query, value)):
+            longest = packed_seq_params.max_seqlen_q
+            return varlen_attention.varlen_attention(query, key, value, cu_seqlens, longest, self.scale).flatten(1)
         key, value = (gather_from_sequence_parallel_region(x, group=group) for x in (key, value))
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:
@@ -291,8 +301,17 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        out: Tensor = _norm_for(x).apply(x, self.weight, self.eps)
         return out
+
+
+def _norm_for(x: Tensor) -> type[torch.autograd.Function]:
+    """The autograd function of an RMSNorm over x's last dimension."""
+    if x.shape[-1] > _WIDEST_NORM or not by_triton("norms", x):
+        return _RMSNorm
+    from megatron_bridge.model.kernels.rms_norm import FusedRMSNorm
+
+    return FusedRMSNorm
 
 
 class DuplicatedLinear(torch.nn.Linear):

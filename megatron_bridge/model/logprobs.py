@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_bridge.model.kernels.chosen import by_triton
 from quant.exact import logprobs, products
 
-_BYTES = 8  # temporaries per logit of a block: two fp32, or fp32 and the model's dtype
+_BYTES = 8  # temporaries per logit of a block: two fp32, or fp32 and the model's dtype. With Triton the product alone
 
 
 class _LabelLogprobs(torch.autograd.Function):
@@ -40,6 +41,7 @@ class _LabelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         labels = labels - group.rank() * len(weight)  # relative to this rank's shard; outside it: another rank's label
         whole = _exact_sums if exact else _sums
+        ctx.fused = by_triton("logprobs", hidden) and not exact
         top, (z, weighted, *picked) = whole(hidden, weight, labels, temperature, memory, group)
         log_z = z.log()
         lse = top + log_z
@@ -58,9 +60,14 @@ class _LabelLogprobs(torch.autograd.Function):
         grad = grad / ctx.temperature  # [n, L]; logits were divided by the temperature
         if of_entropy is not None:
             of_entropy = (of_entropy / ctx.temperature)[:, None]
-        for a, b in _blocks(len(hidden), len(weight), ctx.memory):
-            slope = _logits(hidden, weight[a:b], ctx.temperature).sub_(lse[:, None])  # [n, b]: log p
-            slope = _slope(slope, labels - a, grad, of_entropy, entropy[:, None]).to(weight.dtype)
+        of_logit = hidden.element_size() if ctx.fused else _BYTES
+        for a, b in _blocks(len(hidden), len(weight), ctx.memory, of_logit):
+            if ctx.fused:
+                slope = F.linear(hidden, weight[a:b])
+                slope = _kernels().slope_in_place(slope, labels, a, ctx.temperature, lse, entropy, grad, of_entropy)
+            else:
+                slope = _logits(hidden, weight[a:b], ctx.temperature).sub_(lse[:, None])  # [n, b]: log p
+                slope = _slope(slope, labels - a, grad, of_entropy, entropy[:, None]).to(weight.dtype)
             grad_hidden += slope @ weight[a:b]
             if grad_weight is not None:
                 torch.mm(slope.t(), hidden, out=grad_weight[a:b])
@@ -83,9 +90,15 @@ def _slope(log_p: Tensor, labels: Tensor, grad: Tensor, of_entropy: Tensor | Non
     return slope.neg_().scatter_add_(1, local, grad * mine)
 
 
-def _blocks(rows: int, share: int, memory: int) -> Iterator[tuple[int, int]]:
+def _kernels() -> Any:
+    from megatron_bridge.model.kernels import logits
+
+    return logits
+
+
+def _blocks(rows: int, share: int, memory: int, of_logit: int = _BYTES) -> Iterator[tuple[int, int]]:
     """Ranges [a, b) of this rank's `share` of the vocabulary; a block's temporaries take at most `memory` bytes."""
-    size = max(1, memory // (_BYTES * max(rows, 1)))
+    size = max(1, memory // (of_logit * max(rows, 1)))
     size -= size % 64 if size > 64 else 0  # matrix products are fastest at multiples of 64
     for a in range(0, share, size):
         yield a, min(a + size, share)
@@ -108,7 +121,11 @@ def _softmax_sums(
     e^(l - m) (l - m), and each label's logit (0 where another rank has it)."""
     top = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
     sums = torch.zeros(2 + labels.shape[1], len(hidden), device=hidden.device)
-    for a, b in _blocks(len(hidden), len(weight), memory):
+    fused = by_triton("logprobs", hidden)
+    for a, b in _blocks(len(hidden), len(weight), memory, hidden.element_size() if fused else _BYTES):
+        if fused:
+            _kernels().add_block(F.linear(hidden, weight[a:b]), labels, a, temperature, top, sums)
+            continue
         logits = _logits(hidden, weight[a:b], temperature)  # [n, b]
         local, mine = _local(labels - a, b - a)
         sums[2:] += torch.where(mine, logits.gather(1, local), 0.0).t()

@@ -12,7 +12,22 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
 
+from megatron_bridge.model.kernels.chosen import by_triton
+
 assert hasattr(rope_utils, "_apply_rotary_pos_emb_thd"), "megatron's packed rotary embedding is gone"
+
+
+def on_device(ends: Tensor, device: torch.device) -> Tensor:
+    """cu_seqlens `ends` [N+1] of the CPU as int32 on `device`, whose values `ends_of` finds without waiting for it."""
+    out = ends.to(torch.int32).to(device)
+    out.values_on_host = tuple(ends.tolist())  # type: ignore[attr-defined]
+    return out
+
+
+def ends_of(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """The values of cu_seqlens [N+1]."""
+    found: tuple[int, ...] | None = getattr(cu_seqlens, "values_on_host", None)
+    return tuple(cu_seqlens.tolist()) if found is None else found
 
 
 @functools.lru_cache(maxsize=64)
@@ -41,14 +56,19 @@ def apply_packed_rope(
 ) -> Tensor:
     """[T, h, d]: bitwise equal to megatron's `_apply_rotary_pos_emb_thd`, without its loop over segments; sines and
     cosines are computed once per position, not once per token."""
-    positions = packed_positions(tuple(cu_seqlens.tolist()), cp_group.rank(), cp_group.size(), t.device)
+    positions = packed_positions(ends_of(cu_seqlens), cp_group.rank(), cp_group.size(), t.device)
     size = freqs.shape[-1]
-    heads = 1 if rotary_interleaved else t.shape[1]
-    # repeated for every head: a product that broadcasts over heads takes several times as long
+    fused = not rotary_interleaved and not multi_latent_attention and by_triton("rope", t)
+    # repeated for every head: on a CPU a product that broadcasts over heads takes several times as long
+    heads = 1 if rotary_interleaved or fused else t.shape[1]
     cos, sin = (
         (f(freqs[:, 0]) * mscale).to(t.dtype).repeat(1, heads, 1).index_select(0, positions)
         for f in (torch.cos, torch.sin)
     )
+    if fused:
+        from megatron_bridge.model.kernels.rope import FusedRope
+
+        return FusedRope.apply(t, cos[:, 0], sin[:, 0])  # type: ignore[no-any-return, no-untyped-call]
     if rotary_interleaved:
         t, rest = t[..., :size], t[..., size:]
         rotated = t * cos + rope_utils._rotate_half(t[None], True)[0] * sin

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_bridge.device.parallel import ParallelContext
 from megatron_bridge.model.mtp import shift_labels
+from megatron_bridge.model.packed_rope import on_device
 from miles_like.types import MicroBatch
 from routing_replay.align import ShardSpec, pack_rows, sequence_slice
 from routing_replay.ids import of_samples
@@ -44,9 +45,9 @@ class Shard:
     fed: FedRows  # P / tp rows: the tokens that the routing rows belong to
 
 
-def _packed_params(cu_seqlens: Tensor) -> PackedSeqParams:
+def _packed_params(ends: Tensor, device: torch.device) -> PackedSeqParams:
     # the longest segment, not the pack: with max_seqlen equal to the pack, rope would count positions from its start
-    longest = int(cu_seqlens.diff().max())
+    longest, cu_seqlens = int(ends.diff().max()), on_device(ends, device)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -126,7 +127,7 @@ def shard(
         labels=fed(labels),
         positions=fed(batch.positions[None]),
         loss_mask=fed(loss_mask),
-        packed=_packed_params(at.cu_seqlens.to(device)),
+        packed=_packed_params(at.cu_seqlens, device),
         token_rows=at.home.to(device),
         real=real.to(device),
         routing=routing,

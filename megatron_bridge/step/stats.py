@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_bridge.device.collective_errors import gather_objects
 from megatron_bridge.device.parallel import ParallelContext
+from megatron_bridge.model.kernels.chosen import fused_parts
 from miles_like.types import Reduce, Stat
 
 Stats = dict[str, Stat]
@@ -30,6 +32,16 @@ def combine(several: Sequence[Mapping[str, Stat]]) -> Stats:
 def values(stats: Mapping[str, Stat]) -> dict[str, float]:
     """Each statistic as a number; a mean over zero items is omitted."""
     return {name: _value(stat) for name, stat in stats.items() if stat.count}
+
+
+def parts_by_kernels() -> dict[str, float]:
+    """perf/fused/{part} of the parts of a step that some rank computed: 1 where a kernel for CUDA devices did, 0 where
+    plain PyTorch did; equal on all ranks. Collective."""
+    parts: dict[str, bool] = {}
+    for found in gather_objects(fused_parts()):
+        for part, fused in found.items():
+            parts[part] = fused or parts.get(part, False)
+    return {f"perf/fused/{part}": float(fused) for part, fused in parts.items()}
 
 
 def _both(a: Stat, b: Stat) -> Stat:

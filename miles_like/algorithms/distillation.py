@@ -25,9 +25,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from miles_like.algorithms.advantages.parts import InParts, OfSamples, Placed
 from miles_like.algorithms.terms.mismatch import mean_stat
 from miles_like.config.sections.distillation import DistillationConfig
-from miles_like.protocols import Algorithm, LossFn
+from miles_like.protocols import AdvantageParts, Algorithm, LossFn, Numbers
 from miles_like.types import (
     TAUGHT,
     TEACHER,
@@ -69,21 +70,53 @@ class Distilled:
     def needs(self) -> frozenset[str]:
         return frozenset({TEACHER}) | (self.base.needs if self.mode == "added" else frozenset())
 
+    @property
+    def parts(self) -> AdvantageParts | None:
+        own = self.base.parts if self.mode == "added" else OfSamples(_none)
+        return own if own is None or self.of_candidates else Taught(base=own, coefficient=self.coefficient)
+
     def advantages(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
         """For each group [G] of [S] fp32. With mode "added" raises ValueError as the algorithm does."""
-        own: Sequence[Sequence[float | Tensor]] = [[0.0] * len(g.samples) for g in groups]
-        if self.mode == "added":
-            own = self.base.advantages(groups)
-        if self.of_candidates:
-            return own
-        return [
-            [a + self.coefficient * log_ratio(s) for a, s in zip(of_group, g.samples, strict=True)]
-            for of_group, g in zip(own, groups, strict=True)
-        ]
+        own = self.base.advantages(groups) if self.mode == "added" else _none(groups)
+        return own if self.of_candidates else _taught(groups, own, self.coefficient)
 
     def returns(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[Tensor]] | None:
         """The algorithm's; None with mode "alone", which has no critic."""
         return self.base.returns(groups) if self.mode == "added" else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taught(InParts):
+    """The advantages of `base` plus the teachers', which are of the sample's own tokens."""
+
+    base: AdvantageParts
+    coefficient: float
+
+    @property
+    def measures(self) -> bool:  # type: ignore[override]
+        return self.base.measures
+
+    def measure(self, groups: Sequence[SampleGroup]) -> tuple[Sequence[SampleGroup], Sequence[Sequence[Numbers]]]:
+        return self.base.measure(groups)
+
+    def decide(
+        self, groups: Sequence[SampleGroup], numbers: Sequence[Sequence[Numbers]]
+    ) -> Sequence[Sequence[Numbers]]:
+        return self.base.decide(groups, numbers)
+
+    def place(self, groups: Sequence[SampleGroup], decided: Sequence[Sequence[Numbers]]) -> Placed:
+        return _taught(groups, self.base.place(groups, decided), self.coefficient)
+
+
+def _taught(groups: Sequence[SampleGroup], own: Placed, coefficient: float) -> list[list[Tensor]]:
+    return [
+        [a + coefficient * log_ratio(s) for a, s in zip(of_group, g.samples, strict=True)]
+        for of_group, g in zip(own, groups, strict=True)
+    ]
+
+
+def _none(groups: Sequence[SampleGroup]) -> list[list[float]]:
+    return [[0.0] * len(g.samples) for g in groups]
 
 
 def distilled(
@@ -164,17 +197,28 @@ class CandidateLoss:
         }
 
 
-def distill_metrics(groups: Sequence[SampleGroup], teacher_of: Callable[[str], str | None]) -> dict[str, float]:
-    """`distill/*` of a rollout, over all scored tokens and per teacher; teacher_of: prompt source -> teacher."""
-    found: dict[str, list[float]] = {}  # name, "" for all -> tokens, sum of log p - log q, sum of log q
-    for group in groups:
-        for s in group.samples:
-            taught = s.streams[TAUGHT] > 0
-            own = (float(taught.sum()), -float(log_ratio(s).sum()), float(s.streams[TEACHER][taught].sum()))
+def taught_numbers(groups: Sequence[SampleGroup]) -> list[list[Numbers]]:
+    """For each group [G]: scored tokens of the sample, and their sums of log p - log q and of log q."""
+
+    def of(s: Sample) -> Numbers:
+        taught = s.streams[TAUGHT] > 0
+        return float(taught.sum()), -float(log_ratio(s).sum()), float(s.streams[TEACHER][taught].sum())
+
+    return [[of(s) for s in g.samples] for g in groups]
+
+
+def distill_metrics(
+    groups: Sequence[SampleGroup], numbers: Sequence[Sequence[Numbers]], teacher_of: Callable[[str], str | None]
+) -> dict[str, float]:
+    """`distill/*` of a rollout, over all scored tokens and per teacher. numbers: as `taught_numbers`; teacher_of:
+    prompt source -> teacher."""
+    found: dict[str, Numbers] = {}  # name, "" for all -> the sums of its samples' numbers
+    for group, of_group in zip(groups, numbers, strict=True):
+        for own in of_group:
             for name in ("", teacher_of(group.prompt.source)):
                 if name is not None:
-                    sums = found.setdefault(name, [0.0, 0.0, 0.0])
-                    found[name] = [a + b for a, b in zip(sums, own, strict=True)]
+                    sums = found.setdefault(name, (0.0, 0.0, 0.0))
+                    found[name] = tuple(a + b for a, b in zip(sums, own, strict=True))
     out = {}
     for name, (tokens, apart, logprob) in found.items():
         end = f"/{name}" if name else ""

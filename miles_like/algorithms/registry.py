@@ -15,11 +15,11 @@ from torch import Tensor
 from miles_like.algorithms.advantages.grpo import GroupRelative
 from miles_like.algorithms.advantages.maxrl import over_mean
 from miles_like.algorithms.advantages.opo import length_weighted
+from miles_like.algorithms.advantages.parts import InParts, OfSamples
 from miles_like.algorithms.advantages.penalty import KlPenalty, Penalized
 from miles_like.algorithms.advantages.ppo import Gae
 from miles_like.algorithms.advantages.reinforce import Reinforce
-from miles_like.algorithms.advantages.reinforce_pp import ReinforcePlusPlus
-from miles_like.algorithms.advantages.reinforce_pp_baseline import whitened_baseline
+from miles_like.algorithms.advantages.reinforce_pp import ReinforcePlusPlus, whitened_baseline
 from miles_like.algorithms.advantages.remax import Remax
 from miles_like.algorithms.advantages.rloo import leave_one_out
 from miles_like.algorithms.losses.cispo import CispoLoss
@@ -38,7 +38,7 @@ from miles_like.config.run import MismatchConfig
 from miles_like.config.sections import algorithm as parts
 from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
 from miles_like.plugins import load, misfit
-from miles_like.protocols import AdvantageFn, Algorithm, LossFn
+from miles_like.protocols import AdvantageFn, AdvantageParts, Algorithm, LossFn
 from miles_like.types import GREEDY, REFERENCE, VALUES, Aggregation, SampleGroup
 
 _KEYLESS: dict[str, AdvantageFn] = {
@@ -59,6 +59,11 @@ class PolicyGradient:
     loss: LossFn
     aggregation: Aggregation
     needs: frozenset[str]
+    of_user: bool = False  # the advantage is a user's function
+
+    @property
+    def parts(self) -> AdvantageParts | None:
+        return self.advantage if isinstance(self.advantage, InParts) and not self.of_user else None
 
     def advantages(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
         """For each group [G] numbers, or [S] fp32; raises ValueError for a sample without a finite reward or without a
@@ -89,6 +94,7 @@ def make_algorithm(
         loss=_loss(of.loss, _terms(of, correction, mismatch)),
         aggregation=Aggregation(of.aggregation.aggregation),
         needs=frozenset(needs),
+        of_user=isinstance(of.advantage, parts.CustomAdvantage),
     )
 
 
@@ -126,11 +132,12 @@ def _advantage(part: parts.Advantage, penalty: KlPenalty | None) -> AdvantageFn:
         case parts.Keyless():
             return _of_samples(_KEYLESS[part.advantage], penalty)
         case parts.CustomAdvantage():
-            return _of_samples(load(part.advantage, AdvantageFn, key="algorithm.advantage"), penalty)
+            found = load(part.advantage, AdvantageFn, key="algorithm.advantage")
+            return found if penalty is None else _of_samples(found, penalty)
 
 
 def _of_samples(advantage: AdvantageFn, penalty: KlPenalty | None) -> AdvantageFn:
-    return advantage if penalty is None else Penalized(advantage=advantage, penalty=penalty)
+    return OfSamples(advantage) if penalty is None else Penalized(advantage=advantage, penalty=penalty)
 
 
 class _Terms(TypedDict, total=False):

@@ -31,6 +31,7 @@ from rollout.sglang.http_replies import RolloutError
 from routing_replay.trace import RoutingTrace
 
 _MEDIAN_OF_NORMAL = 0.6745  # of |x|, in standard deviations
+_OF_TEXT = 2.0  # times what the precision explains of samples
 _FACTOR = 4.0  # times the usual gap of publications that all servers passed
 _PAST = 1000  # publications
 _FLOOR = 1e-4  # least bound: differences of fp32 kernels
@@ -57,10 +58,12 @@ class KnownAnswer:
     """Call `expect` before a publication, with the weights that it will send, and `compare` after it.
 
     text: [S] int64 tokens. kl_max: the mean k3 that the precision explains (`allowance`). exact: both sides compute the
-    same bits. usual: whether earlier publications lower the bound; not where a near-tie of a router is not known from
-    a fault. The bound on the median difference is that of normally distributed differences with this k3, or, where
-    lower, four times the median of all publications so far: a stale tensor among hundreds is a small fault. Tokens that
-    the trainer expects are compared, if there are enough: the logarithm of a small probability is less precise.
+    same bits. usual: whether earlier publications lower the bound; not where a near-tie of a router is not known from a
+    fault. The bound on the median difference is twice that of normally distributed differences with this k3, which is
+    of tokens that the model samples: it expects those of the text less, and its logits, where BF16 is coarser, are
+    larger there. Or, where lower, it is four times the median of all publications so far: a stale tensor among hundreds
+    is a small fault. Tokens that the trainer expects are compared, if there are enough: the logarithm of a small
+    probability is less precise.
 
     settings: what the usual gap depends on; a saved one of other settings is not restored.
     """
@@ -136,7 +139,7 @@ class KnownAnswer:
     @property
     def explained(self) -> float:
         """The bound by the precision alone, nats."""
-        return 0.0 if self.exact else _MEDIAN_OF_NORMAL * math.sqrt(2 * self.kl_max)
+        return 0.0 if self.exact else _OF_TEXT * _MEDIAN_OF_NORMAL * math.sqrt(2 * self.kl_max)
 
     def _least_gap(self, url: str, found: Tensor) -> float:
         """To what the trainer expects with its own routes or with those that this server sent. A nan, which is greater

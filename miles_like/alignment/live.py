@@ -122,7 +122,7 @@ def merged(
     """Sample name -> (log-probabilities [S], 0 outside the loss mask; the trainer's routes [S-1, L, K]), merged from
     the (DP shard, result) of every rank, each of which has part of the rows and layers of its shard."""
     of_row = dict(reversed(scores))  # per DP shard, the result of its first rank
-    logprobs = unpack(batch, [of_row[number].logprobs for number in range(len(batch.grid))])
+    logprobs = unpack(batch.grid, [of_row[number].logprobs for number in range(len(batch.grid))])
     out: dict[str, tuple[Tensor, Tensor | None]] = {}
     for number, row in enumerate(batch.grid):
         ranks = [scored for dp, scored in scores if dp == number]

@@ -280,9 +280,8 @@ class RunChecks:
         return list(await asyncio.gather(*(held(client) for client in self.clients)))
 
     def _of(self, step: int, attempt: int = 0) -> Comparison:
-        n = self.check_prompts
-        first = (step * n + attempt * n) % len(self.prompts)
-        chosen = [*self.prompts[first:], *self.prompts[:first]][:n]
+        n, size = self.check_prompts, len(self.prompts)
+        chosen = [self.prompts[((step + attempt) * n + i) % size] for i in range(min(n, size))]
         seed = seed_of(self.seed, f"verify {step}.{attempt}" if step or attempt else "verify")
         return replace(self.comparison, prompts=chosen, params=replace(self.comparison.params, sampling_seed=seed))
 

@@ -112,6 +112,8 @@ class Verified:
 
     report: Report
     plots: tuple[Path, ...]
+    checkpoint: Path | None
+    """The checkpoint whose weights were compared; None: the initial ones."""
 
     @property
     def ok(self) -> bool:
@@ -146,7 +148,8 @@ def verify(
         config: as for `train`.
         run_dir: directory of logs and plots.
         rollouts: a rollouts/step_N.jsonl of a run, in place of new samples.
-        checkpoint: a checkpoints/step_N of a run, in place of its initial weights.
+        checkpoint: a checkpoints/step_N of a run. None: the last one in `run_dir`, or without one, with `rollouts` and
+            with `servers` the initial weights.
         servers: URLs of running servers, in place of starting one.
         key_file: file of mode 0600 with those servers' key.
         overwrite: publish the trainer's weights to `servers`, once their own are hashed.
@@ -155,7 +158,7 @@ def verify(
         overrides, ray_address, quiet: as for `train`.
 
     Returns:
-        `ok`, `conclusion`, the whole `report` and the paths of its `plots`.
+        `ok`, `conclusion`, the whole `report`, the paths of its `plots` and the `checkpoint` that was compared.
 
     Raises:
         UserError: options that exclude each other, a server of another model, a process that failed.
@@ -179,9 +182,9 @@ def verify(
             overwrite=overwrite,
             layers=layers,
             prompts=prompts,
-        )
+        ).of_run(Path(run_dir))
         found, plots = assemble.verify(loaded, Path(run_dir), console_of(quiet), ray_address, options)
-        return Verified(found, tuple(plots))
+        return Verified(found, tuple(plots), options.checkpoint)
     finally:
         assemble.shut_down()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -19,11 +20,13 @@ import torch
 from torch import Tensor
 
 from miles_like.batch.bins import Floats, Ints, ranges
-from miles_like.types import MicroBatch, PlannedMicroBatch
+from miles_like.records import PlannedMicroBatch
+from miles_like.types import MicroBatch
 
 
 class Columns(Protocol):
-    """The values of a sample's S tokens that a micro-batch holds, without its routes. A `Sample` has them."""
+    """The values of a sample's S tokens that a micro-batch holds, without advantages and routes. A `Sample` has
+    them."""
 
     @property
     def token_ids(self) -> Tensor: ...  # [S] int64
@@ -120,14 +123,21 @@ class FlatColumns:
         )
 
 
-def fill(cells: Sequence[PlannedMicroBatch], columns: Mapping[str, Columns]) -> list[MicroBatch]:
+def fill(
+    cells: Sequence[PlannedMicroBatch],
+    columns: Mapping[str, Columns],
+    advantages: Mapping[str, Tensor] = MappingProxyType({}),
+) -> list[MicroBatch]:
     """The micro-batches of `cells`, without routes, bit for bit as `packing.pack` makes them. columns: of the samples,
-    under their names. Raises ValueError where samples differ in their streams."""
+    under their names; advantages: [S] fp32 of those for which a cell has None. Raises ValueError where samples differ
+    in their streams."""
     whole = [cell for cell in cells if not cell.filler]
     names = [name for cell in whole for name in cell.samples]
     flat = None
     if whole:
-        flat = FlatColumns.of(names, [columns[n] for n in names], [a for cell in whole for a in cell.advantages])
+        values = [a for cell in whole for a in cell.advantages]
+        own = [advantages[n] if a is None else a for n, a in zip(names, values, strict=True)]
+        flat = FlatColumns.of(names, [columns[n] for n in names], own)
         factors = [w for cell in whole if cell.weights is not None for w in cell.weights]
         flat = flat.weighted(np.array(factors) if factors else None)
     out, done = list[MicroBatch](), 0

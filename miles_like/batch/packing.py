@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,11 +18,14 @@ from torch import Tensor
 from miles_like.batch.bins import Cost, Ints
 from miles_like.batch.filling import FlatColumns
 from miles_like.batch.plan import Plan, PlanSettings, StepSamples, plan, planned
-from miles_like.types import Aggregation, MicroBatch, PlannedBatch, Sample, SampleGroup, SampleRecord, TrainBatch
+from miles_like.records import PlannedBatch, SampleRecord
+from miles_like.types import Aggregation, MicroBatch, Sample, SampleGroup, TrainBatch
 from routing_replay.align import ShardSpec, take_rows
 from routing_replay.rank_routes import RankRoutes, cut_routes
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import check_all_versions
+
+A = TypeVar("A", bound=float | Tensor | None)  # of a sample: a number, [S] fp32, or what its holder has
 
 
 def pack(
@@ -81,10 +85,16 @@ def pack(
 
 
 def plan_records(
-    groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float | Tensor]], how: PlanSettings, *, replayed: bool
+    groups: Sequence[SampleGroup],
+    advantages: Sequence[Sequence[float | Tensor | None]],
+    how: PlanSettings,
+    *,
+    replayed: bool,
+    only: Sequence[str] | None = None,
 ) -> PlannedBatch:
-    """As `pack`, of groups of records: the ranks fill the micro-batches. Raises ValueError as `pack`, without what only
-    the tokens and routes show; those are checked where they are."""
+    """As `pack`, of groups of records: the ranks fill the micro-batches. advantages: None where the holder has those of
+    the tokens; only: as in PlannedBatch. Raises ValueError as `pack`, without what only the tokens and routes show;
+    those are checked where they are."""
     samples, values = _matched(groups, advantages)
     records = [s for s in samples if isinstance(s, SampleRecord)]
     numbers = [v for v in values if not isinstance(v, Tensor)]
@@ -104,6 +114,7 @@ def plan_records(
         versions=versions,
         records=dict(zip(names, records, strict=True)),
         replayed=replayed,
+        only=None if only is None else tuple(only),
     )
 
 
@@ -160,20 +171,8 @@ def cut_shard(shard: Sequence[MicroBatch], part: ShardSpec) -> list[RankRoutes |
     return out
 
 
-def names_of(samples: Sequence[Sample]) -> list[str]:
-    """Their unique names in a batch: "prompt_id/index", with "#2" after it for the second sample of that name (a prompt
-    comes twice in a step where an epoch ends)."""
-    seen: Counter[str] = Counter()
-    out = []
-    for s in samples:
-        seen[s.name] += 1
-        out.append(s.name if seen[s.name] == 1 else f"{s.name}#{seen[s.name]}")
-    return out
-
-
-def _matched(
-    groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float | Tensor]]
-) -> tuple[list[Sample], list[float | Tensor]]:
+def check_advantages(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float | Tensor | None]]) -> None:
+    """Raises ValueError for advantages that do not match the groups or are not finite. None: they are elsewhere."""
     if len(groups) != len(advantages):
         raise ValueError(f"{len(groups)} groups, but {len(advantages)} lists of advantages: pass one list per group")
     for group, values in zip(groups, advantages, strict=True):
@@ -188,10 +187,25 @@ def _matched(
                     f"sample {s.name} has {len(s.token_ids)} tokens, but advantages of shape {list(a.shape)}: "
                     "pass a number, or one number per token"
                 )
-            if not (bool(a.isfinite().all()) if isinstance(a, Tensor) else math.isfinite(a)):
+            if a is not None and not (bool(a.isfinite().all()) if isinstance(a, Tensor) else math.isfinite(a)):
                 raise ValueError(
                     f"group {group.prompt.id!r} has non-finite advantages {list(values)}: check its rewards for nan"
                 )
+
+
+def names_of(samples: Sequence[Sample]) -> list[str]:
+    """Their unique names in a batch: "prompt_id/index", with "#2" after it for the second sample of that name (a prompt
+    comes twice in a step where an epoch ends)."""
+    seen: Counter[str] = Counter()
+    out = []
+    for s in samples:
+        seen[s.name] += 1
+        out.append(s.name if seen[s.name] == 1 else f"{s.name}#{seen[s.name]}")
+    return out
+
+
+def _matched(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[A]]) -> tuple[list[Sample], list[A]]:
+    check_advantages(groups, advantages)
     samples = [s for g in groups for s in g.samples]
     if not samples:
         raise ValueError(f"0 samples in {len(groups)} groups: expected at least 1")

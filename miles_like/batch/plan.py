@@ -22,7 +22,8 @@ import numpy as np
 
 from miles_like.batch.aggregation import sample_weights
 from miles_like.batch.bins import Cost, Floats, Ints, loads_of, micro_batches, ranges, spread, sums_of
-from miles_like.types import Aggregation, PlannedMicroBatch
+from miles_like.records import PlannedMicroBatch
+from miles_like.types import Aggregation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,8 +107,11 @@ def plan(samples: StepSamples, how: PlanSettings) -> Plan:
     )
 
 
-def planned(made: Plan, names: Sequence[str], advantages: Sequence[float]) -> tuple[tuple[PlannedMicroBatch, ...], ...]:
-    """[dp][micro]: the micro-batches of a plan, as the ranks fill them. names, advantages: of each sample."""
+def planned(
+    made: Plan, names: Sequence[str], advantages: Sequence[float | None]
+) -> tuple[tuple[PlannedMicroBatch, ...], ...]:
+    """[dp][micro]: the micro-batches of a plan, as the ranks fill them. names, advantages: of each sample; None:
+    as in PlannedMicroBatch."""
 
     def cell(ids: Ints) -> PlannedMicroBatch:
         whole = ids.tolist() or [made.filler]

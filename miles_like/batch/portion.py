@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from miles_like.batch.filling import fill
-from miles_like.types import MicroBatch, PlannedMicroBatch, Sample
+from miles_like.records import PlannedMicroBatch
+from miles_like.types import ADVANTAGES, MicroBatch, Sample
 from routing_replay.align import ShardSpec, take_rows
 from routing_replay.rank_routes import RankRoutes, cut_routes, join_routes
 from routing_replay.trace import RoutingTrace
@@ -30,6 +31,7 @@ class SampleColumns:
     logprobs: Tensor  # [S] fp32
     streams: Mapping[str, Tensor]  # name -> [S] or [S, C] fp32
     candidates: Tensor | None  # [S, C] int64
+    advantages: Tensor | None  # [S] fp32; None: the planned micro-batch has a number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,6 +59,7 @@ class Portion:
         streams = {name: split(x) for name, x in c.streams.items()}
         parts = zip(self.names, split(c.token_ids), split(c.loss_mask), split(c.logprobs), strict=True)
         candidates = None if c.candidates is None else split(c.candidates)
+        advantages = None if c.advantages is None else split(c.advantages)
         return {
             name: SampleColumns(
                 token_ids=ids,
@@ -64,15 +67,22 @@ class Portion:
                 logprobs=logprobs,
                 streams={of: x[i] for of, x in streams.items()},
                 candidates=None if candidates is None else candidates[i],
+                advantages=None if advantages is None else advantages[i],
             )
             for i, (name, ids, mask, logprobs) in enumerate(parts)
         }
 
 
-def portion_of(cells: Sequence[PlannedMicroBatch], held: Mapping[str, Sample], part: ShardSpec) -> Portion | None:
+def portion_of(
+    cells: Sequence[PlannedMicroBatch],
+    held: Mapping[str, Sample],
+    part: ShardSpec,
+    only: Sequence[str] | None = None,
+) -> Portion | None:
     """What the holder of the samples `held`, by their names in `cells`, sends for a row; None: it has none of them.
 
-    Raises ValueError as `cut_routes`, where samples differ in their streams, and where only some have routes.
+    only: as in PlannedBatch. Advantages of tokens are the samples' stream ADVANTAGES. Raises ValueError as
+    `cut_routes`, where samples differ in their streams, and where only some have routes.
     """
     whole = [name for cell in cells if not cell.filler for name in cell.samples if name in held]
     fillers = {name for cell in cells if cell.filler for name in cell.samples if name in held} - set(whole)
@@ -85,7 +95,9 @@ def portion_of(cells: Sequence[PlannedMicroBatch], held: Mapping[str, Sample], p
     def joined(columns: Sequence[Tensor]) -> Tensor:
         return torch.cat([x[:n] for x, n in zip(columns, lengths, strict=True)])
 
-    candidates = [s.candidates for s in samples if s.candidates is not None]
+    streams = sorted({*samples[0].streams} - {ADVANTAGES}) if only is None else only
+    candidates = [s.candidates for s in samples if s.candidates is not None and only is None]
+    of_tokens = any(a is None for cell in cells for a in cell.advantages)
     return Portion(
         names=tuple(names),
         lengths=tuple(lengths),
@@ -93,10 +105,11 @@ def portion_of(cells: Sequence[PlannedMicroBatch], held: Mapping[str, Sample], p
             token_ids=joined([s.token_ids for s in samples]),
             loss_mask=joined([s.loss_mask for s in samples]),
             logprobs=joined([s.logprobs for s in samples]),
-            streams={of: joined([s.streams[of] for s in samples]) for of in samples[0].streams},
+            streams={of: joined([s.streams[of] for s in samples]) for of in streams},
             candidates=joined(candidates) if candidates else None,
+            advantages=joined([s.streams[ADVANTAGES] for s in samples]) if of_tokens else None,
         ),
-        routes=tuple(_routes(cell, held, part) for cell in cells),
+        routes=tuple(None if only is not None else _routes(cell, held, part) for cell in cells),
     )
 
 
@@ -119,7 +132,8 @@ def filled(cells: Sequence[PlannedMicroBatch], portions: Sequence[Portion]) -> l
     if missing := [name for cell in cells for name in cell.samples if name not in columns]:
         raise ValueError(f"sample {missing[0]} was planned, but none of the {len(portions)} holders has sent it")
     out = []
-    for i, m in enumerate(fill(cells, columns)):
+    advantages = {name: c.advantages for name, c in columns.items() if c.advantages is not None}
+    for i, m in enumerate(fill(cells, columns, advantages)):
         routes = [r for p in portions if (r := p.routes[i]) is not None]
         out.append(replace(m, routing=join_routes(routes)) if routes else m)
     return out

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from miles_like.batch.packing import names_of
-from miles_like.types import SampleGroup, TrainBatch
+from miles_like.types import MicroBatch, SampleGroup, TrainBatch
 
 Grid = Sequence[Sequence[Tensor]]  # [dp][micro] of [T] or [T, C], of labels
 
 
-def unpack(batch: TrainBatch, values: Grid) -> dict[str, Tensor]:
+def unpack(grid: Sequence[Sequence[MicroBatch]], values: Grid) -> dict[str, Tensor]:
     """Sample name -> [S] (or [S, C]): the value at position t of a micro-batch belongs to token t+1; 0 for the first
     token and where the loss mask is false. Samples that `pack` dropped have no entry."""
     out: dict[str, Tensor] = {}
-    for row, row_values in zip(batch.grid, values, strict=True):
+    for row, row_values in zip(grid, values, strict=True):
         for micro, label_values in zip(row, row_values, strict=True):
             assert len(label_values) == len(micro.tokens), (len(label_values), len(micro.tokens))
             loss_mask = micro.loss_mask.view(-1, *(1 for _ in label_values.shape[1:]))
@@ -38,7 +38,7 @@ def unpack(batch: TrainBatch, values: Grid) -> dict[str, Tensor]:
 def streams_of(groups: Sequence[SampleGroup], batch: TrainBatch, values: Grid) -> list[list[Tensor]]:
     """For each group, [S] (or [S, C]) of each of its samples in their order; `batch` is what `pack` made of these
     groups. Zeros for a sample without a loss token, which no batch holds."""
-    found = unpack(batch, values)
+    found = unpack(batch.grid, values)
     width, dtype = values[0][0].shape[1:], values[0][0].dtype
     names = iter(names_of([s for g in groups for s in g.samples]))
     out = [

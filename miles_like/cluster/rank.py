@@ -10,12 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
+from miles_like.batch.parcel import Parcel
 from miles_like.batch.portion import filled
+from miles_like.batch.unpacking import unpack
 from miles_like.cluster.gathering import Gathering
 from miles_like.cluster.pacing import Pacer
 from miles_like.cluster.rank_weights import RankWeights
 from miles_like.protocols import RankTrainer, WeightPublisher
-from miles_like.types import MicroBatch, PlannedMicroBatch, PublishReport, Scored, StepReport
+from miles_like.records import PlannedMicroBatch
+from miles_like.types import MicroBatch, PublishReport, Scored, StepReport
 from quant.kernels.tally import ENCODED
 from rollout.publish.sources.publisher import SourcesPublisher
 from routing_replay.align import ShardSpec
@@ -85,6 +88,19 @@ class Rank:
         self.trainer.signals.meet()
         found = self.trainer.logprobs(shard, weights, candidates=candidates)
         return [x.cpu() for x in found] if reply else []
+
+    def held_logprobs(
+        self, cells: Sequence[PlannedMicroBatch], weights: str | None, names: Sequence[Sequence[str]], *portions: Any
+    ) -> Any:
+        """As `logprobs`, of planned micro-batches. names: of the samples of each holder, to which the values go; of
+        none on the other ranks of a shard. Returns None, then a parcel for each holder: name -> [S] fp32."""
+        whole = whole_shard(cells, portions)
+        self.trainer.signals.meet()
+        found = self.trainer.logprobs(whole, weights)
+        if not names:
+            return None
+        streams = unpack([whole], [[x.cpu() for x in found]])
+        return (None, *(Parcel({name: streams[name] for name in own}) for own in names))
 
     def load_copy(self, name: str, path: Path) -> None:
         self.trainer.load_copy(name, path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,8 @@ from miles_like.cluster.run_nodes import RunNodes
 from miles_like.nodes.members import cluster_gist
 from miles_like.nodes.waits import error_message, first_cause, ignore_exception, root_cause, timed_out, write_stacks
 from miles_like.nodes.work import DEFAULT_TIMEOUT_S
-from miles_like.types import AnyBatch, PlannedBatch, PublishReport, Scored, StepReport, TrainBatch
+from miles_like.records import AnyBatch, PlannedBatch
+from miles_like.types import PublishReport, Scored, StepReport, TrainBatch
 
 
 class _Rank(Process, Rank):
@@ -142,6 +143,29 @@ class RayTrainer:
         answers = await self._all("logprobs", arguments)
         return [answers[shards.index(shard)] for shard in range(len(batch.grid))]
 
+    async def held_logprobs(
+        self, batch: PlannedBatch, *, weights: str | None = None
+    ) -> Mapping[int, Sequence[ray.ObjectRef[Any]]]:
+        """As `Trainer.held_logprobs`. The first rank of each DP shard gives the values of each holder's samples."""
+        if batch.only is None:
+            raise RuntimeError("log-probs are of models that route on their own: plan the batch with `only`")
+        shipped = await self._pull(batch)
+        shards = [shard for shard, _ in self._places]
+        names: list[dict[int, list[str]]] = [{} for _ in batch.grid]
+        for own, row in zip(names, batch.grid, strict=True):
+            for name in (name for cell in row if not cell.filler for name in cell.samples):
+                own.setdefault(batch.records[name].holder, []).append(name)
+        asked = [names[shard] if shards.index(shard) == i else {} for i, shard in enumerate(shards)]
+        arguments = [
+            (shard[0], weights, list(own.values()), *shard[1:]) for shard, own in zip(shipped.refs, asked, strict=True)
+        ]
+        given = await self._given("held_logprobs", arguments, [len(own) for own in asked])
+        out: dict[int, list[ray.ObjectRef[Any]]] = {}
+        for own, parcels in zip(asked, given, strict=True):
+            for holder, parcel in zip(own, parcels, strict=True):
+                out.setdefault(holder, []).append(parcel)
+        return out
+
     async def load_copy(self, name: str, path: Path) -> None:
         await self._all("load_copy", [(name, path.resolve())] * len(self._ranks))
 
@@ -191,14 +215,40 @@ class RayTrainer:
         shard, then the portion of each holder."""
         if self.columns is None:
             raise RuntimeError("a batch of records needs RayTrainer.columns, the holders of their values")
-        pulled = await self.columns.pull(batch, list(dict.fromkeys(self._places)))
+        places = self._places
+        if batch.only is not None:  # without routes a row is the same for all of its ranks
+            parts = dict(reversed(places))
+            places = [(row, parts[row]) for row, _ in places]
+        pulled = await self.columns.pull(batch, list(dict.fromkeys(places)))
         sent = [self.put(row) for row in batch.grid]
-        refs = [(sent[place[0]], *pulled.portions[place]) for place in self._places]
+        refs = [(sent[place[0]], *pulled.portions[place]) for place in places]
         return _Shipped(refs, pulled.route_bytes)
 
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        calls = zip(self._ranks, arguments, strict=True)
+        return await self._answers(method, lambda: [getattr(r, method).remote(*a) for r, a in calls])
+
+    async def _given(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], counts: Sequence[int]
+    ) -> list[Sequence[ray.ObjectRef[Any]]]:
+        """References to what each rank gives, `counts` values after a None."""
+        given: list[Sequence[ray.ObjectRef[Any]]] = []
+
+        def call() -> list[Any]:
+            first = []
+            for rank, own, n in zip(self._ranks, arguments, counts, strict=True):
+                found = getattr(rank, method).options(num_returns=1 + n).remote(*own)
+                done, *values = found if n else [found]
+                first.append(done)
+                given.append(values)
+            return first
+
+        await self._answers(method, call)
+        return given
+
+    async def _answers(self, method: str, call: Callable[[], list[Any]]) -> list[Any]:
         began, limit = self._begin_call(method)
-        refs = [getattr(r, method).remote(*a) for r, a in zip(self._ranks, arguments, strict=True)]
+        refs = call()
         answers = [asyncio.ensure_future(ref) for ref in refs]
         for answer in answers:
             answer.add_done_callback(ignore_exception)

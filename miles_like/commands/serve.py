@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,9 +30,7 @@ def serve(
         str | None,
         typer.Option("--served-model-name", help="model name for clients; default: the name of the directory"),
     ] = None,
-    step: Annotated[
-        int | None, typer.Option("--step", metavar="N", help="for a run: serve the checkpoint of step N")
-    ] = None,
+    step: Annotated[int | None, typer.Option("--step", metavar="N", help="for a run: its checkpoint of step N")] = None,
     format: Annotated[
         str, typer.Option("--format", help=f"for a run: format of the exported weights: bf16, {FORMATS}")
     ] = "bf16",
@@ -40,6 +38,7 @@ def serve(
         Path | None,
         typer.Option("--hf-config", help="directory of the initial model, if the run's cache was deleted"),
     ] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="cuda: the first GPU, in BF16")] = "cpu",
     threads: Annotated[int, typer.Option("--threads", min=1, max=1024)] = 2,
     key_file: KeyFileOption = None,
     routed_experts: Annotated[
@@ -64,11 +63,12 @@ def serve(
 
         key = given_key(key_file)
         server.check_address_free(host, port, key)
+        server.check_device(device)
         work = ConvertWork(memory_limit=4 << 30, workers=1, nodes=None, watch=Written("exporting", console()))
         found = servable(path, work, step=step, format=format, hf_config=hf_config, report=echo)
         context = context_of(found.directory, context_length)
         arguments = ["--model-path", str(found.directory), "--host", host, "--port", str(port)]
-        arguments += ["--threads", str(threads), "--context-length", str(context)]
+        arguments += ["--device", device, "--threads", str(threads), "--context-length", str(context)]
         arguments += ["--max-total-tokens", str(max(8 * CONTEXT, context))]
         arguments += ["--served-model-name", served_model_name or found.name]
         arguments += ["--enable-return-routed-experts"] if routed_experts else []

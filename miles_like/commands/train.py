@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -63,17 +63,35 @@ def train(
         run_pipeline(config, run_dir, options, console())
 
 
+# what `demo --device cuda` sets: one trainer rank and the embedded engine take turns on one GPU, without
+# TransformerEngine
+_ON_A_GPU = (
+    "cluster.gpus_per_node=1",
+    "parallel.dp=1",
+    "parallel.ep=1",
+    "kernels.spec=local",
+    "rollout.embedded.device=cuda",
+)
+
+
 def demo(
     run_dir: RunDirOption = Path("runs/demo"),
+    device: Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="cuda: on one GPU")] = "cpu",
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
     resume: ResumeOption = False,
     fresh: FreshOption = False,
     dry_run: DryRunOption = False,
     show_config: ShowConfigOption = False,
 ) -> None:
-    """Train a tiny model on two CPU cores, in all five stages, with the installed configuration and data."""
+    """Train a tiny model on two CPU cores, or on one GPU, in all five stages, with the installed configuration."""
     train(
-        Path("tiny"), run_dir, overrides=overrides, resume=resume, fresh=fresh, dry_run=dry_run, show_config=show_config
+        Path("tiny"),
+        run_dir,
+        overrides=[*(_ON_A_GPU if device == "cuda" else ()), *overrides],
+        resume=resume,
+        fresh=fresh,
+        dry_run=dry_run,
+        show_config=show_config,
     )
 
 

@@ -23,7 +23,7 @@ def verify(
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option("--checkpoint", help="compare a run's checkpoints/step_N instead of its initial weights"),
+        typer.Option("--checkpoint", help="a run's checkpoints/step_N; default: the last of --run-dir, if any"),
     ] = None,
     server: Annotated[list[str] | None, typer.Option("--server", metavar="URL", help="use this running server")] = None,
     key_file: KeyFileOption = None,
@@ -61,6 +61,7 @@ def verify(
             quiet=console().quiet,
         )
         found = done.report
+        echo(f"Weights compared: {done.checkpoint or 'the initial ones'}")
         _print(found.table(), done.plots)
         if json is not None:
             found.write_json(json)

@@ -21,13 +21,13 @@ from miles_like.config.sections.alignment import AlignmentConfig, check_sides, w
 from miles_like.config.sections.cluster import ClusterConfig, PoolName, server_places
 from miles_like.config.sections.convert import ConvertConfig
 from miles_like.config.sections.distillation import DistillationConfig, LaunchedServer
+from miles_like.config.sections.embedded import check_device
 from miles_like.config.sections.eval import EvalConfig, EvalSet, SetConfig, check_measured
 from miles_like.config.sections.loop import BufferConfig, CheckpointConfig, CriticConfig
 from miles_like.config.sections.make import MakeConfig
 from miles_like.config.sections.reward import RewardConfig
 from miles_like.config.sections.supervised import PAIRS, SupervisedConfig, check_keys, check_unused, without_replay
 from miles_like.config.sections.vllm import check_vllm
-from miles_like.config.workers import check_workers
 from miles_like.section import Section
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.prompts.config import DataConfig
@@ -228,11 +228,11 @@ class RunConfig(Section):
                 "[cluster.pools.reference] holds the initial weights on separate ranks, but "
                 f"algorithm.reference_every = {every} replaces them with trained ones: remove one of the two"
             )
+        check_device(self.rollout, self.precision, self.alignment, gpus_per_node=c.gpus_per_node)
         width, free = self.rollout.gpus_per_server, len(pools["rollout"].places)
-        engine_gpus = self.rollout.servers * width
-        if c.gpus_per_node and self.rollout.engine != "embedded" and engine_gpus > free:
+        if c.gpus_per_node and self.rollout.on_gpus and (needed := self.rollout.servers * width) > free:
             raise ValueError(
-                f"rollout needs {self.rollout.servers} servers x {width} GPUs = {engine_gpus}, but only {free} "
+                f"rollout needs {self.rollout.servers} servers x {width} GPUs = {needed}, but only {free} "
                 "are available to it: lower rollout.servers or raise cluster.nodes"
             )
         return self
@@ -283,13 +283,12 @@ class RunConfig(Section):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether rollout servers and trainer ranks take turns on their devices, releasing memory to each other: where
-        a server has a GPU of a trainer or critic rank. CPU ranks, and GPU ranks beside an engine on CPU, do so only
-        where cluster.colocate = true is given: they share no device, and would lose their concurrency."""
+        """Whether servers and trainer ranks take turns, releasing memory to each other: where a server has a GPU of a
+        trainer or critic rank. Others share no device, and lose their concurrency: only if cluster.colocate = true."""
         c, world = self.cluster, self.parallel.world_size
         if self.servers is None or c.colocate is False:
             return False
-        if not c.gpus_per_node or self.rollout.engine == "embedded":
+        if not c.gpus_per_node or not self.rollout.on_gpus:
             return bool(c.colocate)
         pools = c.pools_of(world)
         trained = {place for name in self._trained for place in pools[name].places[:world]}
@@ -328,8 +327,6 @@ class RunConfig(Section):
             own, turns, gpus = self.rollout, self.takes_turns, self.cluster.gpus_per_node > 0
             self.publish.check(engine=own.engine, ranks=own.embedded.tp_size, takes_turns=turns, gpus=gpus)
             self.publish.check_during_training(turns, self.buffer.slack, self.distillation.policy_teachers)
-            parts = (self.algorithm, self.buffer, self.cluster, self.distillation)
-            check_workers(own.workers, *parts, takes_turns=turns)
         return self
 
     @model_validator(mode="after")

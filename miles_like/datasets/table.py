@@ -11,7 +11,7 @@ from miles_like.types import Prompt
 from rollout.prompts.config import DataConfig
 from rollout.prompts.dataset import MissingColumn, Row, Rows, column, read_rows, text_column
 from rollout.prompts.row_files import jsonl_line
-from rollout.prompts.schema import Columns, columns, given_ids
+from rollout.prompts.schema import Columns, columns, given_id
 from rollout.prompts.source import Tokenizer, as_messages, row_prompt
 
 _UNLIMITED = 1 << 40  # tokens
@@ -82,18 +82,19 @@ def examined(
     """The rows that a run would accept, and what is wrong with the others. answers: whether each row needs one. Raises
     ValueError for a file whose columns are ambiguous, and for a column that no row has."""
     path = rows.path
-    found = columns(config, rows, path)
+    found = columns(config, rows)
     _check_present(rows, found, answers=answers or config.answer_key is not None)
     items, faults = list[Item](), list[Finding]()
     first_of: dict[str, str] = {}
-    for i, given in enumerate(given_ids(config, rows)):
-        place = rows.places[i]
+    for place, row in rows.placed():
+        where = f"{path}, {place}"
         try:
-            item = _item(rows, i, found, config, tokenizer, given)
+            given = given_id(config, found, row, where)
+            item = _item(rows.path, place, row, found, config, tokenizer, given)
             if answers and not item.prompt.answer:
                 raise ValueError(f"the prompt has no answer ({found.answer})")
         except ValueError as e:
-            faults.append(Finding(place, str(e).removeprefix(f"{rows.where(i)}: ").removeprefix(f"{path} ")))
+            faults.append(Finding(place, str(e).removeprefix(f"{where}: ").removeprefix(f"{path} ")))
             continue
         if given is not None and given in first_of:
             faults.append(Finding(place, f"id {given!r} is also that of {first_of[given]}: give each row a unique id"))
@@ -115,7 +116,7 @@ def readable_rows(path: str) -> tuple[Rows, list[Finding]]:
         kept, faults = _each_line(file)
         if not kept:
             raise
-        return Rows(path, [row for _, row in kept], [place for place, _ in kept]), faults
+        return Rows(path, kept), faults
 
 
 def _each_line(file: Path) -> tuple[list[tuple[str, dict[str, Any]]], list[Finding]]:
@@ -154,13 +155,19 @@ def _check_present(rows: Rows, found: Columns, *, answers: bool) -> None:
 
 
 def _item(
-    rows: Rows, i: int, found: Columns, config: DataConfig, tokenizer: Tokenizer | None, given: str | None
+    path: str,
+    place: str,
+    row: Row,
+    found: Columns,
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    given: str | None,
 ) -> Item:
-    row, where = rows[i], rows.where(i)
+    where = f"{path}, {place}"
     if tokenizer is None:
         config = config.model_copy(update={"max_prompt_tokens": _UNLIMITED})
     try:
-        value = column(row, found.answer, rows.path)
+        value = column(row, found.answer, path)
     except MissingColumn:
         value = None
     answer = text_column(value, found.answer, where)
@@ -171,10 +178,10 @@ def _item(
         answer if answer.strip() else "",
         found,
         where,
-        rows.path,
+        path,
         given=given,
         source="",
     )
-    question = as_messages(column(row, found.prompt, rows.path))
+    question = as_messages(column(row, found.prompt, path))
     asked = [m["content"] for m in question if m["role"] != "assistant"] or [m["content"] for m in question]
-    return Item(row=row, place=rows.places[i], prompt=prompt, asked=asked[-1])
+    return Item(row=row, place=place, prompt=prompt, asked=asked[-1])

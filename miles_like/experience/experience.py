@@ -7,22 +7,52 @@ Letters: G samples a prompt, S tokens a sample.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from torch import Tensor
-
+from miles_like.algorithms.advantages.parts import with_streams
 from miles_like.algorithms.advantages.remax import without_loss
 from miles_like.algorithms.advantages.shuffle import shuffle_over_batch
 from miles_like.algorithms.losses.value import critic_metrics
 from miles_like.algorithms.truncation import mask_truncated
-from miles_like.batch.packer import Packer
+from miles_like.batch.packer import Advantages, Packer
 from miles_like.batch.unpacking import streams_of
 from miles_like.protocols import Algorithm, Trainer
+from miles_like.records import AnyBatch
 from miles_like.types import GREEDY, REFERENCE, RETURNS, VALUES, SampleGroup, TrainBatch
 from rollout.seeds import seed_of
 
-Advantages = Sequence[Sequence[float | Tensor]]  # [groups][G]: a number, or [S] fp32
+
+class TokenValues(Protocol):
+    """Where the values of the samples' tokens are: in this process, or in rollout workers."""
+
+    async def logprobs(
+        self, groups: Sequence[SampleGroup], batch: AnyBatch, ranks: Trainer, *, weights: str | None, stream: str
+    ) -> Sequence[SampleGroup]:
+        """The groups with the log-probs that `ranks` give as a further stream, 0 at tokens without loss. batch: of the
+        groups; weights: as in `Trainer.logprobs`."""
+
+    async def advantages(self, algorithm: Algorithm, groups: Sequence[SampleGroup]) -> Advantages:
+        """As the algorithm's."""
+
+    async def returns(self, algorithm: Algorithm, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
+        """The groups with the algorithm's returns as the stream RETURNS."""
+
+
+class OwnValues:
+    """Values in this process."""
+
+    async def logprobs(
+        self, groups: Sequence[SampleGroup], batch: AnyBatch, ranks: Trainer, *, weights: str | None, stream: str
+    ) -> Sequence[SampleGroup]:
+        assert isinstance(batch, TrainBatch), "of samples"
+        return with_streams(groups, stream, streams_of(groups, batch, await ranks.logprobs(batch, weights=weights)))
+
+    async def advantages(self, algorithm: Algorithm, groups: Sequence[SampleGroup]) -> Advantages:
+        return algorithm.advantages(groups)
+
+    async def returns(self, algorithm: Algorithm, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
+        return with_streams(groups, RETURNS, algorithm.returns(groups) or [])
 
 
 class Scorer(Protocol):
@@ -31,16 +61,6 @@ class Scorer(Protocol):
     async def score(self, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]: ...
     def metrics(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Metrics of groups that `score` returned."""
-
-
-def with_streams(groups: Sequence[SampleGroup], name: str, streams: Sequence[Sequence[Tensor]]) -> list[SampleGroup]:
-    """The groups with one more stream `name` in each sample: `streams[g][i]` [S] for `groups[g].samples[i]`."""
-    return [
-        replace(
-            g, samples=tuple(replace(s, streams={**s.streams, name: x}) for s, x in zip(g.samples, of, strict=True))
-        )
-        for g, of in zip(groups, streams, strict=True)
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +77,7 @@ class Experience:
     critic: Trainer | None = None
     reference: Trainer | None = None  # ranks with the reference's weights alone; None: the trainer swaps them in
     teachers: Scorer | None = None
+    values: TokenValues = field(default_factory=OwnValues)
     mask_truncated: bool = False
     shuffle_seed: int | None = None
 
@@ -72,32 +93,29 @@ class Experience:
             groups = without_loss(groups)
         if self.mask_truncated:
             groups = mask_truncated(groups, steps=self.packer.steps_per_rollout)
-        given = groups
         if self.teachers is not None:  # first: it may be the turn of the servers that some of them use
             groups = await self.teachers.score(groups)
-        needs, found = self.algorithm.needs, dict[str, Sequence[Sequence[Tensor]]]()
-        if self.reference is not None:
-            needs = needs | {REFERENCE}
-        if needs & {REFERENCE, VALUES}:
-            bare = _without_routes(given)
-            batch = replace(self.packer, cost=None).batch(bare)
-            if REFERENCE in needs:
-                found[REFERENCE] = streams_of(bare, batch, await self._reference_logprobs(batch))
-            if VALUES in needs:
-                assert self.critic is not None, f"algorithm {self.algorithm.name!r} needs a critic, but none was passed"
-                found[VALUES] = streams_of(bare, batch, await self.critic.logprobs(batch))
-        for name, streams in found.items():
-            groups = with_streams(groups, name, streams)
+        for stream, (ranks, weights) in self._asked().items():
+            (batch,) = replace(self.packer, cost=None, steps_per_rollout=1).steps(groups, only=())
+            groups = await self.values.logprobs(groups, batch, ranks, weights=weights, stream=stream)
         return groups
 
-    async def _reference_logprobs(self, batch: TrainBatch) -> Sequence[Sequence[Tensor]]:
+    def _asked(self) -> dict[str, tuple[Trainer, str | None]]:
+        """The stream that ranks give -> these ranks, and the weights that they use."""
+        out: dict[str, tuple[Trainer, str | None]] = {}
         if self.reference is not None:
-            return await self.reference.logprobs(batch)
-        return await self.trainer.logprobs(batch, weights=REFERENCE)
+            out[REFERENCE] = self.reference, None
+        elif REFERENCE in self.algorithm.needs:
+            out[REFERENCE] = self.trainer, REFERENCE
+        if VALUES in self.algorithm.needs:
+            assert self.critic is not None, f"algorithm {self.algorithm.name!r} needs a critic, but none was passed"
+            out[VALUES] = self.critic, None
+        return out
 
-    def advantages(self, step: int, groups: Sequence[SampleGroup]) -> Advantages:
-        """Advantages of scored groups: for each sample a number, or [S] fp32, one for each of its tokens."""
-        found = self.algorithm.advantages(groups)
+    async def advantages(self, step: int, groups: Sequence[SampleGroup]) -> Advantages:
+        """Advantages of scored groups: for each sample a number, or [S] fp32, one for each of its tokens; None: where
+        the tokens are held, their advantages are too."""
+        found = await self.values.advantages(self.algorithm, groups)
         if self.shuffle_seed is None:
             return found
         return shuffle_over_batch(found, seed=seed_of(self.shuffle_seed, f"shuffle {step}"))
@@ -106,28 +124,9 @@ class Experience:
         """Trains the critic, if the algorithm has one, on scored groups and their returns. Returns the critic's
         `critic/...` metrics and the teachers' metrics."""
         metrics = {} if self.teachers is None else dict(self.teachers.metrics(groups))
-        returns = self.algorithm.returns(groups)
-        if returns is None or self.critic is None:
+        if VALUES not in self.algorithm.needs or self.critic is None:
             return metrics
-        bare = _of_values(with_streams(groups, RETURNS, returns))
-        report = await self.critic.train(self.packer.steps(bare))
+        returned = await self.values.returns(self.algorithm, groups)
+        # its head predicts no token: it gets no candidates of a teacher
+        report = await self.critic.train(self.packer.steps(returned, only=(VALUES, RETURNS)))
         return metrics | critic_metrics(report.metrics)
-
-
-def _of_values(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-    """The groups as the critic is trained on them: without a teacher's candidates, with its two streams alone."""
-    return [
-        replace(
-            g,
-            samples=tuple(
-                replace(s, candidates=None, streams={name: s.streams[name] for name in (VALUES, RETURNS)})
-                for s in g.samples
-            ),
-        )
-        for g in _without_routes(groups)
-    ]
-
-
-def _without_routes(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-    """Drops routing traces: the reference and the critic route on their own."""
-    return [replace(g, samples=tuple(replace(s, routing=None) for s in g.samples)) for g in groups]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from miles_like.algorithms.distillation import distill_metrics
+from miles_like.algorithms.distillation import distill_metrics, taught_numbers
 from miles_like.batch.packer import Packer
 from miles_like.batch.unpacking import streams_of
 from miles_like.protocols import Trainer
@@ -218,12 +218,7 @@ class TrainerTeacher:
     async def score(self, groups: Sequence[SampleGroup]) -> list[list[TeacherScores]]:
         """Raises ValueError where a privileged prompt makes a sample longer than a pack."""
         lengths = [len(self.prompt_of(g.prompt)) for g in groups]
-        asked = [
-            replace(
-                g, samples=tuple(_after_prompt(s, self.prompt_of(g.prompt), _response(g.prompt, s)) for s in g.samples)
-            )
-            for g in groups
-        ]
+        asked = [after_prompt(g, self.prompt_of) for g in groups]
         if not any(s.response_len for g in asked for s in g.samples):
             return [[TeacherScores(torch.zeros(0)) for _ in g.samples] for g in groups]
         batch = self.packer.batch(asked)
@@ -234,6 +229,23 @@ class TrainerTeacher:
         """The trainer is closed by the run."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedScores:
+    """In a rollout worker, in place of a TrainerTeacher: its scores are the samples' stream TEACHER already."""
+
+    prompt_of: PromptOf = as_it_is
+    early: bool = False
+
+    async def start(self) -> None:
+        """The run has started the teacher."""
+
+    async def score(self, groups: Sequence[SampleGroup]) -> list[list[TeacherScores]]:
+        return [[TeacherScores(s.streams[TEACHER][len(g.prompt.token_ids) :]) for s in g.samples] for g in groups]
+
+    async def close(self) -> None:
+        """The run closes it."""
+
+
 class Teachers:
     """The teachers of a run, and the source of prompts that each one covers."""
 
@@ -242,10 +254,28 @@ class Teachers:
     ) -> None:
         """teacher_of: source of a prompt -> name of its teacher; None: no teacher, only the reward trains the
         prompt."""
-        self._teachers, self._teacher_of, self._top_k = teachers, teacher_of, top_k
+        self._teachers, self.teacher_of, self._top_k = teachers, teacher_of, top_k
         # the tokens of a group's first sample -> its scores; a group that is discarded takes them with it
         self._begun: MutableMapping[Tensor, _Begun] = WeakIdKeyDictionary()
         self._early_share = 0.0  # of the groups scored last
+
+    @property
+    def of_trainer(self) -> Mapping[str, TrainerTeacher]:
+        return {name: t for name, t in self._teachers.items() if isinstance(t, TrainerTeacher)}
+
+    def asked(self, groups: Sequence[SampleGroup], names: Sequence[str]) -> list[SampleGroup]:
+        """What teachers, by their names, are fed for groups."""
+        found = [(g, self._teachers[name]) for g, name in zip(groups, names, strict=True)]
+        return [after_prompt(g, t.prompt_of) for g, t in found if isinstance(t, MovedScores)]
+
+    async def restarted(self) -> bool:
+        """Starts the servers again that have ended; whether there was one. Raises as `TeacherProcess.after`."""
+        again = False
+        for teacher in self._teachers.values():
+            if isinstance(teacher, ServerTeacher) and teacher.started is not None:
+                failed = teacher.started.client
+                again |= await teacher.started.after(failed, teacher.name) is not failed
+        return again
 
     def check(self, prompts: Sequence[Prompt], *, alone: bool, named: Sequence[str]) -> None:
         """Raises ValueError for a source in `named`, the sources in the configuration, that no prompt has and, with
@@ -257,7 +287,7 @@ class Teachers:
                     f"a teacher's sources include {source!r}, but no prompt of data.train has this source (found: "
                     f"{', '.join(repr(s) for s in sorted(sources))}): remove it, or check the column 'source'"
                 )
-        untaught = sorted(s for s in sources if self._teacher_of(s) is None)
+        untaught = sorted(s for s in sources if self.teacher_of(s) is None)
         if alone and untaught:
             raise ValueError(
                 f"no teacher covers prompts of source {untaught[0]!r}, and with distillation.mode = 'alone' they "
@@ -275,7 +305,7 @@ class Teachers:
         `top_k` also candidates and TEACHER_CANDIDATES. Teachers score concurrently. Raises the first error."""
         shares: dict[str, list[int]] = {}
         for i, group in enumerate(groups):
-            if (name := self._teacher_of(group.prompt.source)) is not None:
+            if (name := self.teacher_of(group.prompt.source)) is not None:
                 shares.setdefault(name, []).append(i)
         begun = {i for share in shares.values() for i in share if self._of_begun(groups[i]) is not None}
         self._early_share = len(begun) / max(1, sum(map(len, shares.values())))
@@ -298,7 +328,7 @@ class Teachers:
     def begin(self, group: SampleGroup) -> None:
         """Begins to score a complete group, whose scores `score` awaits, if its teacher allows that. Needs a running
         event loop."""
-        name = self._teacher_of(group.prompt.source)
+        name = self.teacher_of(group.prompt.source)
         if name is None or not group.samples or not (teacher := self._teachers[name]).early:
             return
         task = asyncio.create_task(_one(teacher, group))
@@ -337,7 +367,7 @@ class Teachers:
         """`distill/*` of a step's groups, which `score` returned last."""
         early = any(teacher.early for teacher in self._teachers.values())
         asked = {"distill/asked_early": self._early_share} if early else {}
-        return distill_metrics(groups, self._teacher_of) | asked
+        return distill_metrics(groups, taught_numbers(groups), self.teacher_of) | asked
 
     async def close(self) -> None:
         for begun in list(self._begun.values()):
@@ -360,6 +390,13 @@ async def _one(teacher: Teacher, group: SampleGroup) -> list[TeacherScores]:
 def _response(prompt: Prompt, sample: Sample) -> Tensor:
     """[R] tokens after the prompt, including those of an environment."""
     return sample.token_ids[len(prompt.token_ids) :]
+
+
+def after_prompt(group: SampleGroup, prompt_of: PromptOf) -> SampleGroup:
+    """A group as a teacher with another prompt is fed it."""
+    prompt = prompt_of(group.prompt)
+    samples = (_after_prompt(s, prompt, _response(group.prompt, s)) for s in group.samples)
+    return replace(group, samples=tuple(samples))
 
 
 def _after_prompt(sample: Sample, prompt: Sequence[int], response: Tensor) -> Sample:

@@ -61,10 +61,11 @@ class Controller:
             await self.checks.before_training(record.step)
         with record.timed("experience"):
             scored = await self.experience.score(groups)  # by the reference, the critic and the teachers
-            advantages = self.experience.advantages(record.step, scored)
+            advantages = await self.experience.advantages(record.step, scored)
         with record.timed("train"):
             report = await self.trainer.train(self.packer.steps(scored, advantages))
-            record.trained(report, await self.experience.learn(scored))
+            record.trained(report)  # before the critic's: what workers lose from here on cannot be trained again
+            record.metrics |= await self.experience.learn(scored)
         self.recorder.check(record)
         await self.publish(record)
 

@@ -10,9 +10,10 @@ from typing import Protocol, TypeVar
 
 from miles_like.loop.buffer import DataBuffer, Taken
 from miles_like.loop.producer import Producer
+from miles_like.records import ColumnsLostError, SampleRecord
 from miles_like.report.progress import PhaseBar
 from miles_like.stopping import StopRequest
-from miles_like.types import ColumnsLostError, SampleGroup, SampleRecord
+from miles_like.types import SampleGroup
 
 NO_MORE = "the prompts ended"
 SHOWN_EVERY_S = 1.0  # the number of complete groups

@@ -28,7 +28,8 @@ from miles_like.algorithms.truncation import OverlongShaping
 from miles_like.loop.buffer import LOST, DataBuffer
 from miles_like.loop.rollout_stats import RolloutStats
 from miles_like.protocols import GroupFilter
-from miles_like.types import Json, Prompt, RecordGroup, SampleGroup
+from miles_like.records import RecordGroup
+from miles_like.types import Json, Prompt, SampleGroup
 
 UNSCORED = "no sample was scored"
 OVERSAMPLED = "more than the step needs"

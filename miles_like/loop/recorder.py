@@ -88,8 +88,8 @@ class StepRecord:
         yield
         self.seconds[phase] += time.perf_counter() - began
 
-    def trained(self, report: StepReport, learned: Mapping[str, float]) -> None:
-        self.metrics = finish(report.metrics) | dict(learned)
+    def trained(self, report: StepReport) -> None:
+        self.metrics = finish(report.metrics)
 
 
 @dataclass(kw_only=True)

@@ -89,7 +89,7 @@ class _Composer:
         """Servers of which no memory is planned."""
         servers = self.config.servers
         if servers is not None and self.engine is None:
-            on_gpus = self.gpus and servers.engine != "embedded"
+            on_gpus = self.gpus and servers.on_gpus
             ranks = servers.embedded.tp_size if servers.engine == "embedded" else servers.gpus_per_server
             each = f" of {ranks} {'GPUs' if on_gpus else 'ranks'} each" if ranks > 1 else ""
             where = "on GPUs" if on_gpus else "on the host"

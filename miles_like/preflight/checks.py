@@ -375,15 +375,6 @@ class CharacterTokenizer:
         return text + ("assistant: " if add_generation_prompt else "")
 
 
-def check_workers_reward(workers: int, reward: RewardFn) -> None:
-    """Raises ValueError where rollout workers sample, but the reward scores all groups of a round at once."""
-    if workers and reward.unit is Unit.BATCH:
-        raise ValueError(
-            f"rollout.workers = {workers} divides the prompts of a round over processes, but the reward scores all "
-            "samples of a round at once: set rollout.workers = 0, or reward.unit to less"
-        )
-
-
 def check_over_sampling(config: RunConfig, reward: RewardFn) -> None:
     """Raises ValueError where over-sampling is set, but the reward scores all groups at once, so that no group can end
     before the last."""

@@ -94,7 +94,7 @@ def _servers(config: RunConfig, plan: PlacementPlan) -> str:
         return "none"
     parts = Counter(s.index for s in plan.of("rollout"))
     wide = max(parts.values())
-    on_gpus = servers.engine != "embedded" and config.cluster.gpus_per_node
+    on_gpus = servers.on_gpus and config.cluster.gpus_per_node
     width = f", each of {servers.gpus_per_server} GPUs" if on_gpus else ""
     spans = f" over {wide} nodes" if wide > 1 else ""
     return f"{len(parts)} x {servers.engine}{width}{spans}"

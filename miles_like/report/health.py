@@ -17,6 +17,10 @@ ENTROPY_LEFT = 0.1  # share of the first steps' entropy
 TRUNCATED = 0.3  # share of samples
 FLAT_STEPS = 50
 FLAT_RISE = 0.05  # of the rewards' standard deviation
+OFTEN = 4  # times that a prompt is trained
+MEMORY_STEPS = 20
+LEARNT = 0.3  # rise of the mean reward, in standard deviations of the first step's rewards
+LESS = 5.0  # times the rise of held-out figures
 SOLVED = 0.95  # accuracy and reward from which a flat reward is no fault
 _FEW, _SEVERAL = 3, 5  # steps that are averaged, against the noise of one
 
@@ -70,12 +74,44 @@ def reward_flat(rows: Rows) -> str | None:
     return f"the mean reward has not risen for {FLAT_STEPS} steps: {before:.3g}, now {now:.3g}"
 
 
+def memorized(rows: Rows) -> str | None:
+    """Since the first evaluation the mean reward has risen by at least 0.3 standard deviations of the first rewards,
+    and by more than five times as much as every held-out figure. Needs 20 steps, and 3 evaluations, one of them after
+    the last."""
+    evaluated = [found for row in rows if (found := _held_out(row))]
+    rewards = list(_values(rows, "rollout/reward/mean"))
+    if len(evaluated) < _FEW or not _held_out(rows[-1]) or len(rewards) < MEMORY_STEPS:
+        return None
+    first, last = evaluated[0], evaluated[-1]
+    rise = statistics.fmean(rewards[-_SEVERAL:]) - statistics.fmean(rewards[:_SEVERAL])
+    gain = max((last[key] - value for key, value in first.items() if key in last), default=math.inf)
+    if rise < LEARNT * next(_values(rows, "rollout/reward/std"), math.inf) or rise <= LESS * gain:
+        return None
+    return (
+        f"the mean reward has risen by {rise:.3g} since the first evaluation, held-out figures by {gain:.3g} at most: "
+        "the training prompts may be memorized"
+    )
+
+
+def _held_out(row: Mapping[str, float]) -> dict[str, float]:
+    """The mean rewards of a row's evaluations."""
+    return {k: v for k, v in row.items() if k.startswith("eval/") and "/avg@" in k and _known(v)}
+
+
 CHECKS: Mapping[str, Callable[[Rows], str | None]] = {  # by the anchor of its section in PAGE
     "entropy-collapse": entropy_fell,
     "all-groups-equal": groups_equal,
     "truncated-answers": truncated,
     "flat-reward": reward_flat,
+    "memorized-prompts": memorized,
 }
+
+
+def repeated(prompts: int, *, steps: int, groups: int) -> list[str]:
+    """A sentence where each prompt is trained more than four times on average."""
+    times = steps * groups / prompts
+    text = f"{prompts:,} prompts are each trained {times:.0f} times in {steps} steps of {groups}"
+    return [f"{text} (see {PAGE}#memorized-prompts)"] if times > OFTEN else []
 
 
 def warnings(rows: Rows) -> dict[str, str]:

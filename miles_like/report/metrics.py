@@ -30,15 +30,11 @@ def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str,
     rewards = [g.rewards for g in groups]
     flat = [r for g in rewards for r in g]
     staleness = [version - g.oldest_version for g in groups]
-    parts: dict[str, list[float]] = {}
-    for s in samples:
-        for name, value in s.reward_parts.items():
-            parts.setdefault(name, []).append(value)
     return {
         "rollout/reward/mean": statistics.fmean(flat),
         "rollout/reward/std": statistics.pstdev(flat),
         "rollout/accuracy": statistics.fmean(r >= RIGHT for r in flat),
-        **{f"rollout/reward/{name}/mean": statistics.fmean(values) for name, values in parts.items()},
+        **{f"rollout/reward/{part}/mean": mean for part, mean in _part_means(samples).items()},
         "rollout/len/mean": statistics.fmean(s.response_len for s in samples),
         "rollout/empty_frac": statistics.fmean(s.response_len == 0 for s in samples),
         "rollout/truncated_frac": statistics.fmean(s.finish is Finish.LENGTH for s in samples),
@@ -95,7 +91,8 @@ def powers_up_to(k: int) -> list[int]:
 
 def eval_metrics(groups: Sequence[SampleGroup], *, name: str, k: int, right: float = RIGHT) -> dict[str, float]:
     """Metrics of `k` answers to each prompt: `eval/{name}/avg@k`, the mean over prompts of the mean reward of their
-    answers, and, when k > 1, `pass@j` for j = 1, 2, 4, ... k.
+    answers, when k > 1 `pass@j` for j = 1, 2, 4, ... k, and for each part of the reward `reward/{part}/mean`, over all
+    scored answers.
 
     Unscored answers are ignored; a prompt enters pass@j if at least j of its answers were scored, and a metric without
     any prompt is omitted. An answer is right at a reward of at least `right`. Raises ValueError for no group, or one of
@@ -114,7 +111,17 @@ def eval_metrics(groups: Sequence[SampleGroup], *, name: str, k: int, right: flo
         counts = [(len(r), sum(x >= right for x in r)) for r in rewards if len(r) >= j]
         if counts:
             out[f"eval/{name}/pass@{j}"] = statistics.fmean(pass_at_k(n=n, correct=c, k=j) for n, c in counts)
-    return out
+    scored = [s for g in groups for s in g.samples if s.reward is not None]
+    return out | {f"eval/{name}/reward/{part}/mean": mean for part, mean in _part_means(scored).items()}
+
+
+def _part_means(samples: Sequence[Sample]) -> dict[str, float]:
+    """Part of the reward -> its mean over the samples that have it."""
+    parts: dict[str, list[float]] = {}
+    for s in samples:
+        for name, value in s.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    return {name: statistics.fmean(values) for name, values in parts.items()}
 
 
 def write_rollouts(path: Path, groups: Sequence[SampleGroup], *, append: bool = False) -> None:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 
-from miles_like.algorithms.distillation import with_teachers
 from miles_like.algorithms.filters import make_filter
-from miles_like.algorithms.registry import make_algorithm, make_bounds
+from miles_like.algorithms.registry import make_bounds
 from miles_like.algorithms.truncation import make_overlong
 from miles_like.alignment.allowance import of_steps
 from miles_like.alignment.server_checks import RunChecks
@@ -22,8 +22,9 @@ from miles_like.checkpoint.run_state import group_files
 from miles_like.cluster.rollout_servers import RayServers
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.cluster.workers.pool import RolloutWorkers
-from miles_like.config.run import RunConfig
-from miles_like.experience.experience import Experience
+from miles_like.cluster.workers.values import HeldValues
+from miles_like.experience.experience import Experience, OwnValues, Scorer, TokenValues
+from miles_like.experience.held_teachers import HeldTeachers
 from miles_like.experience.teachers import Teachers
 from miles_like.loop.buffer import DataBuffer
 from miles_like.loop.controller import Controller
@@ -35,25 +36,25 @@ from miles_like.loop.recorder import InThisProcess, Recorder
 from miles_like.loop.saver import Saver
 from miles_like.loop.state import KNOWN_ANSWER, LoopState
 from miles_like.loop.step_bounds import StepBounds
-from miles_like.preflight.checks import check_over_sampling, check_workers_reward
+from miles_like.preflight.checks import check_over_sampling
 from miles_like.protocols import Algorithm, GroupFilter, RolloutEngine, TrainerRanks
+from miles_like.report.health import repeated
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards
 from miles_like.run.alignment import check_bits, server_checks
 from miles_like.run.setup.delivery import DirectoryDelivery, TrainerPublication, publication_of
 from miles_like.run.setup.launcher import Launcher, freeze_gc
-from miles_like.run.setup.model_plan import ModelPlan
+from miles_like.run.setup.model_plan import ModelPlan, run_algorithm
 from miles_like.run.setup.replacing import Engines, RunningServers, RunReplacements
 from miles_like.run.setup.rollout_side import RolloutSide
-from miles_like.run.setup.sampler import EngineSampler
-from miles_like.run.setup.teachers import RunTeachers
+from miles_like.run.setup.sampler import EngineSampler, answering
+from miles_like.run.setup.teachers import RunTeachers, run_teachers
 from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter
 from miles_like.run.setup.turn_taking import TurnTaking, release_servers, released
-from miles_like.run.setup.worker_side import tokens_of, workers_of
+from miles_like.run.setup.worker_side import tokens_of
 from miles_like.stopping import Deadline, StopRequest, command_began, run_to_end
-from miles_like.turns.users import TurnFeed
+from miles_like.turns.users import TurnAnswers, TurnFeed
 from miles_like.types import GREEDY, PublishReport, SampleGroup
-from rollout.episodes.greedy import GreedyFirst
 from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.pool import EnginePool
 from rollout.episodes.runner import EpisodeRunner
@@ -61,11 +62,6 @@ from rollout.prompts.contamination import decontaminate
 from rollout.prompts.mix import PromptSource
 from rollout.sglang.client import ServerClient
 from rollout.vllm_command import OPEN
-
-
-def run_algorithm(config: RunConfig) -> Algorithm:
-    """The configured algorithm; with distillation, extended by the advantage or loss of the teachers."""
-    return with_teachers(make_algorithm(config.algorithm, config.correction, config.mismatch), config.distillation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +79,6 @@ def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
     c = plan.config
     rewards = Rewards(c.reward)
     check_over_sampling(c, rewards(None))
-    check_workers_reward(workers_of(plan), rewards(None))
     source = PromptSource(c.data, plan.tokenizer, seed=c.seed, compared_by=rewards(None).compares)
     held = held_out(c.eval_sets, c.data, plan.tokenizer, rewards)
     shared = decontaminate(source, {h.config.name: h.prompts for h in held}, c.data.decontaminate)
@@ -112,7 +107,7 @@ def train(
     prompts, files = read_prompts(plan, console), RunFiles(plan, console)
     resumed = files.resume() if resume else None
     files.begin()
-    teachers = _teachers(rollout, launcher, console)
+    teachers = run_teachers(rollout, console, partial(launcher.nodes, plan))
     teachers.prepare()
     started, say = time.perf_counter(), partial(_say, console)
     with contextlib.ExitStack() as stopping:
@@ -129,6 +124,9 @@ def train(
             urls = servers.wait(say)
         teachers.wait(say)
         say(_ready(plan, len(urls), time.perf_counter() - started, critic=critic is not None))
+        c = plan.config.train
+        for sentence in repeated(len(prompts.source), steps=c.steps, groups=c.groups_per_step):
+            say(sentence)
         run = TrainingRun(
             rollout=rollout,
             servers=servers,
@@ -159,19 +157,6 @@ def _ready(plan: ModelPlan, servers: int, seconds: float, *, critic: bool) -> st
     counted = [f"{n} {what}{'s' * (n > 1)}" for n, what in (*ranks, (servers, "rollout server")) if n]
     routes = f" {shape.payload}." if (shape := plan.model.routing) else ""
     return f"Ready in {seconds:.0f} s: {', '.join(counted)}.{routes}"
-
-
-def _teachers(rollout: RolloutSide, launcher: Launcher, console: Console) -> RunTeachers:
-    plan = rollout.plan
-    return RunTeachers(
-        plan.config,
-        plan.run_dir,
-        student=plan.hf.config,
-        tokenizer=plan.tokenizer,
-        console=console,
-        key=rollout.key,
-        nodes=lambda: launcher.nodes(plan),
-    )
 
 
 def _servers(
@@ -217,6 +202,7 @@ class TrainingRun:
         self.models: Mapping[str, TrainerRanks] = self._ranks
         self.reference = reference
         self._taking: TurnTaking | None = None
+        self.values: TokenValues = OwnValues()
         self.publication: TrainerPublication | DirectoryDelivery  # `loop` makes it
         self.controller = controller
         self.stop = StopRequest()
@@ -238,9 +224,10 @@ class TrainingRun:
         lost = self._lost if (may_replace := c.publish.replacements > 0 and not c.takes_turns) else None
         pool = EnginePool(clients, lost)
         partial = PartialRollouts(pool, keep_groups=not c.rollout.has_episode_runner)
-        engine, workers = self.answering(partial), await self.workers(urls, goes_on=may_replace)
+        engine = answering(self.runner, partial, self.algorithm)
+        workers = await self.workers(urls, goes_on=may_replace)
         if c.takes_turns:
-            self._taking = TurnTaking(self.rollout, urls, self._ranks, partial)
+            self._taking = TurnTaking(self.rollout, urls, self._ranks, workers or partial)
             self.models = self._taking.models
             await self._taking.start()
         await check_bits(self.rollout, self.trainer, clients)
@@ -266,11 +253,10 @@ class TrainingRun:
                 progress=progress,
                 runner=self.runner,
                 lost=lost,
-                workers=workers,
+                workers=workers if turns is None or workers is None else TurnAnswers(workers, turns),
             )
-            teaching = teachers if c.distillation.teaching else None
-            sampler = workers or self.sampler(engine, partial, teaching)
-            loop = self.compose(sampler, workers or partial, evaluator, checks, teaching, first)
+            sampler = workers or self.sampler(engine, partial, teachers)
+            loop = self.compose(sampler, workers or partial, evaluator, checks, self.teaching(teachers), first)
             freeze_gc()
             try:
                 await loop.run(first=first, steps=c.train.steps, resumed=self.resumed is not None)
@@ -307,7 +293,7 @@ class TrainingRun:
 
         goes_on: as in `WorkerRecipe`.
         """
-        start, c = self.launcher.workers(self.rollout, urls, goes_on=goes_on), self.config
+        start, c = self.launcher.workers(self.rollout, urls, self.teachers.places, goes_on=goes_on), self.config
         if start is None:
             return None
         workers = RolloutWorkers(
@@ -318,7 +304,10 @@ class TrainingRun:
             state = self.resumed.state
             groups = await workers.take_over(group_files(self.resumed.folder, state.parts))
             self.resumed = self.resumed._replace(state=replace(state, groups=groups))
-        self._ranks["trainer"].columns = workers
+        self.values = values = HeldValues(workers)
+        for ranks in (*self._ranks.values(), self.reference):
+            if ranks is not None:
+                ranks.columns = values
         return workers
 
     def replacements(self, pool: Engines, urls: Sequence[str]) -> RunReplacements:
@@ -348,7 +337,7 @@ class TrainingRun:
         partial: PartialRollouts | RolloutWorkers,
         evaluator: Evaluator,
         checks: RunChecks,
-        teachers: Teachers | None,
+        teachers: Scorer | None,
         first: int,
     ) -> Controller:
         """The loop, restored to the state of the checkpoint if the run resumes from one."""
@@ -395,7 +384,16 @@ class TrainingRun:
             ),
         )
 
-    def experience(self, packs: Packer, teachers: Teachers | None) -> Experience:
+    def teaching(self, teachers: Teachers) -> Scorer | None:
+        """What scores the groups of a step; None without teachers."""
+        c, values = self.config, self.values
+        if c.distillation.teaching is None or not isinstance(values, HeldValues):
+            return teachers if c.distillation.teaching else None
+        turned = self._taking is not None and c.distillation.policy_teachers
+        serving = self._taking.turns.serving if self._taking is not None and turned else contextlib.nullcontext
+        return HeldTeachers(own=teachers, values=values, at_once=c.alignment.deterministic, serving=serving)
+
+    def experience(self, packs: Packer, teachers: Scorer | None) -> Experience:
         c = self.config
         return Experience(
             algorithm=self.algorithm,
@@ -404,6 +402,7 @@ class TrainingRun:
             critic=self.models.get("critic"),
             reference=self.reference,
             teachers=teachers,
+            values=self.values,
             mask_truncated=c.algorithm.parts.mask_truncated,
             shuffle_seed=c.seed if c.algorithm.parts.shuffle_advantages else None,
         )
@@ -428,17 +427,12 @@ class TrainingRun:
             steps=c.train.steps_per_rollout,
         )
 
-    def answering(self, engine: RolloutEngine) -> RolloutEngine:
-        """The engine that makes the run's samples; `engine` samples their tokens."""
-        episodes = self.runner.wrap(engine)
-        return GreedyFirst(episodes) if GREEDY in self.algorithm.needs else episodes
-
-    def sampler(self, engine: RolloutEngine, partial: PartialRollouts, teachers: Teachers | None) -> EngineSampler:
+    def sampler(self, engine: RolloutEngine, partial: PartialRollouts, teachers: Teachers) -> EngineSampler:
         """Samples in this process."""
         kept = self.kept
 
         def complete(group: SampleGroup) -> None:
-            if teachers is not None and (kept is None or kept(group) is None):
+            if self.config.distillation.teaching is not None and kept(group) is None:
                 teachers.begin(group)
 
         return EngineSampler(
@@ -477,12 +471,12 @@ class TrainingRun:
             max_rounds=c.rollout.max_rounds,
             capacity=sampler if isinstance(sampler, RolloutWorkers) else None,
         )
+        parts: dict[str, Any] = {"buffer": buffer, "producer": producer, "stop": self.stop}
         if self._taking is None:
-            feed = Feed(buffer=buffer, producer=producer, stop=self.stop, progress=recorder.progress)
-            if isinstance(sampler, RolloutWorkers):
-                sampler.lost = feed.lose_of
-            return feed
-        turns = self._taking.turns
-        feed = TurnFeed(buffer=buffer, producer=producer, stop=self.stop, progress=recorder.progress, turns=turns)
-        self._taking.sampling.feed = feed
+            feed = Feed(**parts, progress=recorder.progress)
+        else:
+            feed = TurnFeed(**parts, progress=recorder.progress, turns=self._taking.turns)
+            self._taking.sampling.feed = feed
+        if isinstance(sampler, RolloutWorkers):
+            sampler.lost = feed.lose_of
         return feed

@@ -24,10 +24,9 @@ from miles_like.limits.regular_files import parse_json, read_text
 from miles_like.protocols import TrainerRanks
 from miles_like.run.alignment import check_bits, comparison, drill_down
 from miles_like.run.setup.launcher import Launcher
-from miles_like.run.setup.model_plan import ModelPlan
+from miles_like.run.setup.model_plan import ModelPlan, run_algorithm
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.turn_taking import TurnTaking, release_servers
-from miles_like.run.train import run_algorithm
 from miles_like.stopping import run_to_end
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, VersionSpan
 from quant.hf_config import quantized_config
@@ -50,6 +49,13 @@ class VerifyOptions:
     overwrite: bool = False  # the trainer's weights may be published to them, after their weights were hashed
     layers: bool = False  # compare the residual stream at every layer too
     prompts: int | None = None  # number of prompts to sample; None: PROMPTS
+
+    def of_run(self, run_dir: Path) -> VerifyOptions:
+        """With the last checkpoint in `run_dir`, where new samples of servers that are started are to be compared and
+        no checkpoint is given."""
+        if self.checkpoint is not None or self.rollouts is not None or self.attached:
+            return self
+        return replace(self, checkpoint=run_state.latest_folder(run_dir / "checkpoints"))
 
 
 class VerifyRun:
@@ -280,8 +286,9 @@ _KINDS = {"embedded": "an embedded engine", "sglang": "stock SGLang"}
 def _now(kept: Sequence[SampleGroup], prompts: Sequence[Prompt]) -> list[Sequence[int]] | None:
     """Tokens of each kept sample's prompt as the tokenizer and template encode it now; None where a prompt is not in
     `prompts`."""
-    made = {p.id: p.token_ids for p in prompts}
     ids = [g.prompt.id for g in kept]
+    wanted = set(ids)
+    made = {p.id: p.token_ids for p in prompts if p.id in wanted}
     return [made[i] for i in ids] if all(i in made for i in ids) else None
 
 

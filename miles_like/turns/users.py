@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from miles_like.loop.buffer import Taken
+from miles_like.loop.evaluation import Answering
 from miles_like.loop.feed import Feed
 from miles_like.protocols import TrainerRanks, WeightPublisher
+from miles_like.records import AnyBatch, PlannedBatch
 from miles_like.turns.order import Turns
-from miles_like.types import AnyBatch, PublishReport, Scored, StepReport, TrainBatch
+from miles_like.types import Prompt, PublishReport, SampleGroup, SamplingParams, Scored, StepReport, TrainBatch
 from rollout.concurrency import all_or_first_error
-from rollout.episodes.partial import PartialRollouts
 from rollout.sglang.client import SGLangClient
 from rollout.wire.bodies import MemoryTag
 from rollout.wire.control import ChecksumReply
@@ -43,11 +44,18 @@ class TurnServers:
             client.occupation.published()
 
 
+class InFlight(Protocol):
+    """The samples in flight: of PartialRollouts, or of the rollout workers."""
+
+    def suspended(self) -> AbstractAsyncContextManager[None]:
+        """Inside the context no request is on a server."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Sampling:
     """The background sampling of a run: its samples in flight keep their tokens while the trainer has the turn."""
 
-    partial: PartialRollouts
+    partial: InFlight
     feed: Feed | None = None  # None: nothing is sampled yet
     _closed: AsyncExitStack | None = field(default=None, init=False)
 
@@ -79,6 +87,20 @@ class TurnFeed(Feed):
             return None
         async with self.turns.serving():
             return await Feed.take(self, step)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAnswers:
+    """Rollout workers that answer held-out prompts in the servers' turn."""
+
+    workers: Answering
+    turns: Turns
+
+    async def answer(
+        self, reward: str | None, prompts: Sequence[Prompt], *, n: int, params: SamplingParams
+    ) -> Sequence[SampleGroup]:
+        async with self.turns.serving():
+            return await self.workers.answer(reward, prompts, n=n, params=params)
 
 
 class TurnClient(SGLangClient):
@@ -138,6 +160,10 @@ class TurnTrainer:
     ) -> Sequence[Sequence[Tensor]]:
         async with self.turns.training():
             return await self.ranks.logprobs(batch, weights=weights, candidates=candidates)
+
+    async def held_logprobs(self, batch: PlannedBatch, *, weights: str | None = None) -> Mapping[int, Sequence[Any]]:
+        async with self.turns.training():
+            return await self.ranks.held_logprobs(batch, weights=weights)
 
     async def load_copy(self, name: str, path: Path) -> None:
         async with self.turns.training():

@@ -23,6 +23,14 @@ _E2M1_UNIT = tl.constexpr(2.0**126)  # the biases of the exponents are 1 and 127
 
 
 @triton.jit
+def pointer_to(table, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(table + tl.program_id(1) * 4 + column).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
 def halves(word):
     """The two weights as fp32."""
     return (word << 16).to(tl.float32, bitcast=True), (word & _UPPER_HALF).to(tl.float32, bitcast=True)

@@ -8,15 +8,17 @@ import os
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 VARIABLE = "MILES_LIKE_TRITON"
 LEAST_CAPABILITY = (9, 0)  # Hopper: the suite compiles the kernels for it and for Blackwell
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether Triton kernels compute on `tensor`: it lies on a CUDA device of capability 9.0 or later, Triton is
-    installed, and the environment variable MILES_LIKE_TRITON is not 0. Both ways give the same bits."""
-    return tensor.is_cuda and os.environ.get(VARIABLE) != "0" and _installed() and _is_new(tensor.device)
+    """Whether Triton kernels compute on `tensor`: it is a real one on a CUDA device of capability 9.0 or later, Triton
+    is installed, and the environment variable MILES_LIKE_TRITON is not 0. Both ways give the same bits."""
+    real = tensor.is_cuda and not isinstance(tensor, FakeTensor)
+    return real and os.environ.get(VARIABLE) != "0" and _installed() and _is_new(tensor.device)
 
 
 @functools.cache

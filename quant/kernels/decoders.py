@@ -9,24 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quant.kernels.arithmetic import divided, e2m1_value, e4m3_value, e8m0, int4_value
+from quant.kernels.arithmetic import divided, e2m1_value, e4m3_value, e8m0, int4_value, pointer_to
 
 _EXACT_BELOW = tl.constexpr(2.0**60)  # of NVFP4's scales of weights: quotients and remainders are normal numbers
-
-
-@triton.jit
-def _pointer(table, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = tl.load(table + tl.program_id(1) * 4 + column).to(tl.pointer_type(dtype))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
 
 
 @triton.jit
 def _store(table, at, inside, values, OUT: tl.constexpr, ROUND: tl.constexpr, ALIGNED: tl.constexpr):
     if ROUND:
         values = values.to(tl.bfloat16)
-    tl.store(_pointer(table, 1, OUT, ALIGNED) + at, values.to(OUT), mask=inside)
+    tl.store(pointer_to(table, 1, OUT, ALIGNED) + at, values.to(OUT), mask=inside)
 
 
 @triton.jit
@@ -49,8 +41,8 @@ def decode_blocks(
     r, c = i * BN + in_row, j * BK + in_column
     inside = ((in_row < BN) & (r < rows))[:, None] & ((in_column < BK) & (c < columns))[None, :]
     at = r[:, None] * columns + c[None, :]
-    codes = tl.load(_pointer(table, 0, tl.uint8, ALIGNED) + at, mask=inside, other=0).to(tl.int32)
-    scale = tl.load(_pointer(table, 2, tl.float32, False) + tl.program_id(0))
+    codes = tl.load(pointer_to(table, 0, tl.uint8, ALIGNED) + at, mask=inside, other=0).to(tl.int32)
+    scale = tl.load(pointer_to(table, 2, tl.float32, False) + tl.program_id(0))
     _store(table, at, inside, e4m3_value(codes) * scale, OUT, ROUND, ALIGNED)
 
 
@@ -58,11 +50,11 @@ def decode_blocks(
 def _scale(table, g, some, top, FORMAT: tl.constexpr, DIVIDES: tl.constexpr):
     """fp32 multipliers of the codes' values in groups g."""
     if FORMAT == "int4":
-        return tl.load(_pointer(table, 2, tl.bfloat16, False) + g, mask=some, other=0.0).to(tl.float32)
+        return tl.load(pointer_to(table, 2, tl.bfloat16, False) + g, mask=some, other=0.0).to(tl.float32)
     elif FORMAT == "fp8" or FORMAT == "fp8-ue8m0":
-        return tl.load(_pointer(table, 2, tl.float32, False) + g, mask=some, other=0.0)
+        return tl.load(pointer_to(table, 2, tl.float32, False) + g, mask=some, other=0.0)
     else:
-        stored = tl.load(_pointer(table, 2, tl.uint8, False) + g, mask=some, other=0).to(tl.int32)
+        stored = tl.load(pointer_to(table, 2, tl.uint8, False) + g, mask=some, other=0).to(tl.int32)
         if FORMAT != "nvfp4":
             return e8m0(stored)
         elif DIVIDES:
@@ -89,7 +81,7 @@ def decode_rows8(
     """e4m3 codes with a scale for each GROUP columns of a row: "mxfp8" or "fp8". TILE groups a program."""
     g = tl.program_id(0) * TILE + tl.arange(0, TILE)
     at, some = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :], g < groups
-    codes = tl.load(_pointer(table, 0, tl.uint8, ALIGNED) + at, mask=some[:, None], other=0).to(tl.int32)
+    codes = tl.load(pointer_to(table, 0, tl.uint8, ALIGNED) + at, mask=some[:, None], other=0).to(tl.int32)
     scale = _scale(table, g, some, 0.0, FORMAT, False)
     _store(table, at, some[:, None], e4m3_value(codes) * scale[:, None], OUT, ROUND, ALIGNED)
 
@@ -113,7 +105,7 @@ def decode_rows4(
     half: tl.constexpr = GROUP // 2
     some = g < groups
     at = g[:, None] * half + tl.arange(0, half)[None, :]
-    codes = tl.load(_pointer(table, 0, tl.uint8, ALIGNED) + at, mask=some[:, None], other=0).to(tl.int32)
+    codes = tl.load(pointer_to(table, 0, tl.uint8, ALIGNED) + at, mask=some[:, None], other=0).to(tl.int32)
     top = tl.load(tops + tl.program_id(1)) if FORMAT == "nvfp4" else 0.0
     scale = _scale(table, g, some, top, FORMAT, DIVIDES)[:, None]
     if FORMAT == "int4":

@@ -23,6 +23,7 @@ from quant.kernels.arithmetic import (
     int4_level,
     larger_bits,
     magnitudes,
+    pointer_to,
 )
 
 _ABOVE_448 = tl.constexpr(scale_rules.ABOVE_448)
@@ -37,14 +38,6 @@ TINY = 2.0**-60  # weights whose NVFP4 scale is smaller may have subnormal multi
 _TINY = tl.constexpr(TINY)
 _RAISES = tl.constexpr(2.0**64)
 _ZERO_BLOCK = tl.constexpr(scale_rules.ZERO_BLOCK_AMAX)
-
-
-@triton.jit
-def _pointer(table, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = tl.load(table + tl.program_id(1) * 4 + column).to(tl.pointer_type(dtype))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
 
 
 @triton.jit
@@ -92,17 +85,17 @@ def encode_blocks(
     r, c = i * BN + in_row, j * BK + in_column
     inside = ((in_row < BN) & (r < rows))[:, None] & ((in_column < BK) & (c < columns))[None, :]
     at = r[:, None] * columns + c[None, :]
-    x = tl.load(_pointer(table, 0, tl.bfloat16, ALIGNED) + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(pointer_to(table, 0, tl.bfloat16, ALIGNED) + at, mask=inside, other=0.0).to(tl.float32)
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     tl.store(flags + tl.program_id(1), 1, mask=bits >= _INFINITY)
     scale = _fp8_scale(bits.to(tl.float32, bitcast=True), POWER)
     inverse = tl.div_rn(1.0, scale)
     q = _clamped(x) * inverse if POWER else divided(x, scale, inverse)
     if FAKE:
-        _store_e4m3(_pointer(table, 1, tl.bfloat16, ALIGNED), at, inside, q, scale, True)
+        _store_e4m3(pointer_to(table, 1, tl.bfloat16, ALIGNED), at, inside, q, scale, True)
     else:
-        _store_e4m3(_pointer(table, 1, tl.uint8, ALIGNED), at, inside, q, scale, False)
-        tl.store(_pointer(table, 2, tl.float32, False) + tl.program_id(0), scale)
+        _store_e4m3(pointer_to(table, 1, tl.uint8, ALIGNED), at, inside, q, scale, False)
+        tl.store(pointer_to(table, 2, tl.float32, False) + tl.program_id(0), scale)
 
 
 @triton.jit
@@ -120,7 +113,7 @@ def encode_rows8(
     g = tl.program_id(0) * TILE + tl.arange(0, TILE)
     at, some = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :], g < groups
     inside = some[:, None]
-    x = tl.load(_pointer(table, 0, tl.bfloat16, ALIGNED) + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(pointer_to(table, 0, tl.bfloat16, ALIGNED) + at, mask=inside, other=0.0).to(tl.float32)
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     tl.store(flags + tl.program_id(1) + tl.zeros_like(g), 1, mask=bits >= _INFINITY)
     if FORMAT == "mxfp8":
@@ -132,13 +125,13 @@ def encode_rows8(
     scales, inverses = scale[:, None], inverse[:, None]
     q = divided(x, scales, inverses) if FORMAT == "fp8" else _clamped(x) * inverses
     if FAKE:
-        _store_e4m3(_pointer(table, 1, tl.bfloat16, ALIGNED), at, inside, q, scales, True)
+        _store_e4m3(pointer_to(table, 1, tl.bfloat16, ALIGNED), at, inside, q, scales, True)
     else:
-        _store_e4m3(_pointer(table, 1, tl.uint8, ALIGNED), at, inside, q, scales, False)
+        _store_e4m3(pointer_to(table, 1, tl.uint8, ALIGNED), at, inside, q, scales, False)
         if FORMAT == "mxfp8":
-            tl.store(_pointer(table, 2, tl.uint8, False) + g, code.to(tl.uint8), mask=some)
+            tl.store(pointer_to(table, 2, tl.uint8, False) + g, code.to(tl.uint8), mask=some)
         else:
-            tl.store(_pointer(table, 2, tl.float32, False) + g, scale, mask=some)
+            tl.store(pointer_to(table, 2, tl.float32, False) + g, scale, mask=some)
 
 
 @triton.jit
@@ -177,14 +170,13 @@ def encode_rows4(
     ALIGNED: tl.constexpr,
     RAISED: tl.constexpr,
 ):
-    """Codes of four bits with a scale for each GROUP columns of a row: "int4", "mxfp4" or "nvfp4". TILE groups a
-    program. NVFP4: DIVIDES: codes' values are divided by the weight's scale, or else multiplied;
-    RAISED: some of the weights are so small that their multipliers may be subnormal."""
+    """Codes of four bits with a scale for each GROUP columns of a row: "int4", "mxfp4" or "nvfp4"; TILE groups each.
+    NVFP4: a weight's scale DIVIDES the values of codes or multiplies them; RAISED: some may be subnormal."""
     g = tl.program_id(0) * TILE + tl.arange(0, TILE)
     half: tl.constexpr = GROUP // 2
     at, some = g[:, None] * half + tl.arange(0, half)[None, :], g < groups
     inside = some[:, None]
-    word = tl.load(_pointer(table, 0, tl.int32, ALIGNED) + at, mask=inside, other=0)
+    word = tl.load(pointer_to(table, 0, tl.int32, ALIGNED) + at, mask=inside, other=0)
     lo, hi = halves(word) if FORMAT == "int4" else magnitudes(word)
     bits = tl.max(larger_bits(lo, hi), 1)
     tl.store(flags + tl.program_id(1) + tl.zeros_like(g), 1, mask=bits >= _INFINITY)
@@ -212,22 +204,22 @@ def encode_rows4(
             first, second = e2m1_level(w, first), e2m1_level(v, second)
         values = tl.interleave(first * factor[:, None], second * factor[:, None]).to(tl.bfloat16)
         columns = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        tl.store(_pointer(table, 1, tl.bfloat16, ALIGNED) + columns, values, mask=inside)
+        tl.store(pointer_to(table, 1, tl.bfloat16, ALIGNED) + columns, values, mask=inside)
     else:
         codes = int4_byte(first, second) if FORMAT == "int4" else e2m1_byte(word, first, second)
-        tl.store(_pointer(table, 1, tl.uint8, ALIGNED) + at, codes.to(tl.uint8), mask=inside)
+        tl.store(pointer_to(table, 1, tl.uint8, ALIGNED) + at, codes.to(tl.uint8), mask=inside)
         if FORMAT == "mxfp4":
-            tl.store(_pointer(table, 2, tl.uint8, False) + g, code.to(tl.uint8), mask=some)
+            tl.store(pointer_to(table, 2, tl.uint8, False) + g, code.to(tl.uint8), mask=some)
         elif FORMAT == "int4":
-            tl.store(_pointer(table, 2, tl.bfloat16, False) + g, scale, mask=some)
+            tl.store(pointer_to(table, 2, tl.bfloat16, False) + g, scale, mask=some)
         else:
             stored = scale.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-            tl.store(_pointer(table, 2, tl.uint8, False) + g, stored, mask=some)
+            tl.store(pointer_to(table, 2, tl.uint8, False) + g, stored, mask=some)
 
 
 @triton.jit
 def largest(table, out, words, TILE: tl.constexpr, ALIGNED: tl.constexpr):
     """out int32 [B], zeros before: bits of each weight's largest magnitude as fp32. TILE words a program."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    lo, hi = halves(tl.load(_pointer(table, 0, tl.int32, ALIGNED) + at, mask=at < words, other=0))
+    lo, hi = halves(tl.load(pointer_to(table, 0, tl.int32, ALIGNED) + at, mask=at < words, other=0))
     tl.atomic_max(out + tl.program_id(1), tl.max(larger_bits(lo, hi), 0))

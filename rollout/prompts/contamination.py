@@ -10,9 +10,10 @@ Letters: N words of all prompts, W = 13.
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from rollout.prompts.mix import PromptSource
 WORDS = 13  # consecutive
 FORM = 10  # 13 words that this many prompts of one side share belong to a common template, not to the question
 
+_AT_ONCE = 4096  # prompts that are compared at a time
 _WORD = re.compile(r"\w+")
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that the product is invertible modulo 2^64
 
@@ -67,18 +69,25 @@ def decontaminate(train: PromptSource, held: Mapping[str, Sequence[Prompt]], how
 def overlaps(
     train: Sequence[Prompt], held: Mapping[str, Sequence[Prompt]], *, instructions: Collection[str] = ()
 ) -> list[Overlap]:
-    """The matches in the order of `train`. Compares the last messages, without the instruction at their end."""
+    """The matches in the order of `train`. Compares the last messages, without the instruction at their end. `train` is
+    read once, some prompts at a time; of them only those with a common row of words stay in memory."""
     sets = [(name, p) for name, prompts in held.items() for p in prompts]
-    train_texts = [_normalized(p, instructions) for p in train]
     by_text: dict[str, int] = {}
     for i, (_, p) in enumerate(sets):
         by_text.setdefault(_normalized(p, instructions), i)
-    shared = _shared_words(list(dict.fromkeys(train_texts)), list(by_text))
-    out = []
-    for p, text in zip(train, train_texts, strict=True):
-        j = by_text.get(text if text in by_text else shared.get(text, text))
+    if not by_text:
+        return []
+    shared, matches = _Shared(list(by_text)), list[tuple[int, str]]()
+    prompts, first = iter(train), 0
+    while texts := [_normalized(p, instructions) for p in itertools.islice(prompts, _AT_ONCE)]:
+        hit = shared.add(texts)
+        matches += [(first + i, text) for i, text in enumerate(texts) if text in by_text or text in hit]
+        first += len(texts)
+    of_text, out = shared.found(), list[Overlap]()
+    for i, text in matches:
+        j = by_text.get(text if text in by_text else of_text.get(text, text))
         if j is not None:
-            out.append(Overlap(p, sets[j][1], sets[j][0], text in by_text))
+            out.append(Overlap(train[i], sets[j][1], sets[j][0], text in by_text))
     return out
 
 
@@ -91,37 +100,62 @@ def _normalized(prompt: Prompt, instructions: Collection[str]) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def _shared_words(train: Sequence[str], held: Sequence[str]) -> dict[str, str]:
-    """Text of `train` -> the first text of `held` with which it shares W consecutive words. Texts are unique."""
-    vocabulary: dict[str, int] = {}
-    (a, a_of), (b, b_of) = _windows(train, vocabulary), _windows(held, vocabulary)
-    if not len(a_of) or not len(b_of):
-        return {}
-    keys_a, keys_b = _keys(a, a_of[:, 0]), _keys(b, b_of[:, 0])
-    # the first occurrence of each gram of `held`: np.unique sorts stably
-    keys, first = np.unique(keys_b, return_index=True)
-    place = np.minimum(np.searchsorted(keys, keys_a), len(keys) - 1)
-    hit = np.flatnonzero(keys[place] == keys_a)
-    gram = place[hit]
-    at_a, at_b = a_of[hit, 0], b_of[first[gram], 0]
-    steps = np.arange(WORDS)
-    same = (a[at_a[:, None] + steps] == b[at_b[:, None] + steps]).all(axis=1)  # keys of 64 bits may collide
-    hit, gram = hit[same], gram[same]
-    form = _forms(gram, a_of[hit, 1], len(keys)) | _forms(np.searchsorted(keys, keys_b), b_of[:, 1], len(keys))
-    out: dict[int, int] = {}
-    for i, j in zip(a_of[hit, 1][~form[gram]].tolist(), b_of[first[gram], 1][~form[gram]].tolist(), strict=True):
-        out[i] = min(out.get(i, j), j)
-    return {train[i]: held[j] for i, j in out.items()}
+class _Shared:
+    """Texts that share W consecutive words with those of `held`, which are unique. Words that are a form are forgotten,
+    so memory grows with the matches."""
+
+    def __init__(self, held: Sequence[str]) -> None:
+        self._held, self._vocabulary = held, dict[str, int]()
+        self._words, windows = _windows(held, lambda word: self._vocabulary.setdefault(word, len(self._vocabulary)))
+        keys = _keys(self._words, windows[:, 0])
+        # the first occurrence of each gram: np.unique sorts stably
+        self._keys, first = np.unique(keys, return_index=True)
+        self._first = windows[first]  # [grams, 2]: place and text
+        gram = np.searchsorted(self._keys, keys)
+        self._form = _texts_of(gram, windows[:, 1], len(self._keys)) >= FORM
+        self._texts = np.zeros(len(self._keys), dtype=np.int64)  # with each gram
+        self._numbers: dict[str, int] = {}  # of the texts with a common gram
+        self._hits: list[Ids] = []  # [hits, 2]: gram and number of a text
+
+    def add(self, texts: Sequence[str]) -> set[str]:
+        """Those of `texts` with a common gram, which may yet turn out to be a form."""
+        if not len(self._keys):
+            return set()
+        new = [text for text in dict.fromkeys(texts) if text not in self._numbers]
+        words, of = _windows(new, lambda word: self._vocabulary.get(word, -1))
+        keys = _keys(words, of[:, 0])
+        place = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        hit = np.flatnonzero(self._keys[place] == keys)
+        gram, steps = place[hit], np.arange(WORDS)
+        at, at_held = of[hit, 0], self._first[gram, 0]
+        # keys of 64 bits may collide
+        same = (words[at[:, None] + steps] == self._words[at_held[:, None] + steps]).all(axis=1)
+        gram, text = gram[same], of[hit[same], 1]
+        self._texts += _texts_of(gram, text, len(self._keys))
+        self._form |= self._texts >= FORM
+        kept = ~self._form[gram]
+        numbers = [self._numbers.setdefault(new[i], len(self._numbers)) for i in text[kept].tolist()]
+        self._hits.append(np.stack([gram[kept], np.array(numbers, dtype=np.int64)], axis=1))
+        return {text for text in texts if text in self._numbers}
+
+    def found(self) -> dict[str, str]:
+        """Each text with a common gram that is no form -> the first text of `held` with such a gram."""
+        hits = np.concatenate([np.empty((0, 2), dtype=np.int64), *self._hits])
+        hits = hits[~self._form[hits[:, 0]]]
+        out: dict[int, int] = {}
+        for i, j in zip(hits[:, 1].tolist(), self._first[hits[:, 0], 1].tolist(), strict=True):
+            out[i] = min(out.get(i, j), j)
+        return {text: self._held[out[i]] for text, i in self._numbers.items() if i in out}
 
 
-def _windows(texts: Sequence[str], vocabulary: dict[str, int]) -> tuple[Ids, Ids]:
+def _windows(texts: Sequence[str], number: Callable[[str], int]) -> tuple[Ids, Ids]:
     """The words of all texts as numbers [N], and [windows, 2]: start and text of each W consecutive words of a text."""
     words: list[int] = []
     starts: list[Ids] = []
     owners: list[Ids] = []
     for i, text in enumerate(texts):
         start = len(words)
-        words += [vocabulary.setdefault(word, len(vocabulary)) for word in _WORD.findall(text)]
+        words += map(number, _WORD.findall(text))
         if (n := len(words) - start - WORDS + 1) > 0:
             starts.append(np.arange(start, start + n))
             owners.append(np.full(n, i))
@@ -140,7 +174,7 @@ def _keys(words: Ids, starts: Ids) -> NDArray[np.uint64]:
     return out
 
 
-def _forms(gram: Ids, text: Ids, grams: int) -> NDArray[np.bool_]:
-    """For each gram, whether at least FORM texts contain it."""
-    pairs = np.unique(np.stack([gram, text], axis=1), axis=0)
-    return np.bincount(pairs[:, 0], minlength=grams) >= FORM
+def _texts_of(gram: Ids, text: Ids, grams: int) -> Ids:
+    """[grams]: how many texts contain each gram."""
+    pairs = np.unique(np.stack([gram, text], axis=1), axis=0) if len(gram) else np.empty((0, 2), dtype=np.int64)
+    return np.bincount(pairs[:, 0], minlength=grams)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 from rollout.prompts.row_files import json_rows, jsonl_rows, parquet_rows
+from rollout.prompts.spool import Lazy, Spool
 from rollout.prompts.values import text_of
 
 Row: TypeAlias = Mapping[str, Any]
@@ -18,29 +18,31 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[str, dict[str, Any]]]]] = {
     ".jsonl": jsonl_rows,
     ".parquet": parquet_rows,
 }
+_BATCH = 1024  # rows of a hub dataset converted at a time
 
 
-@dataclass(frozen=True, slots=True)
-class Rows(Sequence[Row]):
-    """All rows of one file, in order."""
+class Rows(Lazy[Row]):
+    """All rows of one file, on disk, in order, each with its place: "line 3" for a jsonl file, else "row 3"; counted
+    from 1. Raises ValueError if there is no space for them."""
 
-    path: str
-    rows: Sequence[Row]
-    places: Sequence[str]  # "line 3" for a jsonl file, else "row 3"; counted from 1
+    def __init__(self, path: str, placed: Iterable[tuple[str, Row]]) -> None:
+        self.path, self._placed = path, Spool[tuple[str, Row]](path)
+        for place_and_row in placed:
+            self._placed.append(place_and_row)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self._placed)
 
-    @overload
-    def __getitem__(self, i: int) -> Row: ...
-    @overload
-    def __getitem__(self, i: slice) -> Sequence[Row]: ...
-    def __getitem__(self, i: int | slice) -> Row | Sequence[Row]:
-        return self.rows[i]
+    def _at(self, i: int) -> Row:
+        return self._placed[i][1]
+
+    def placed(self) -> Iterator[tuple[str, Row]]:
+        """The place of each row and the row."""
+        return iter(self._placed)
 
     def where(self, i: int) -> str:
         """The file and place of row i, for messages."""
-        return f"{self.path}, {self.places[i]}"
+        return f"{self.path}, {self._placed[i][0]}"
 
 
 def is_hub_name(path: str) -> bool:
@@ -58,19 +60,16 @@ def read_rows(path: str, limit: int | None = None) -> Rows:
     reader = _READERS.get(file.suffix)
     if reader is None and (file.exists() or file.suffix in {".csv", ".txt", ".gz"}):
         raise ValueError(f"{path}: this is not a supported format: use a {', '.join(_READERS)} file or a hub name")
-    if reader is None:
-        rows = _of_hub(path)[:limit]
-        places = [f"row {i}" for i in range(1, len(rows) + 1)]
-    else:
-        rows, places = _of_file(file, reader, path, limit)
+    found = _of_hub(path) if reader is None else _of_file(file, reader, path)
+    rows = Rows(path, itertools.islice(found, limit))
     if not rows:
         raise ValueError(f"{path} has no rows: it has no prompts")
-    return Rows(path, rows, places)
+    return rows
 
 
 def _of_file(
-    file: Path, reader: Callable[[Path], Iterator[tuple[str, dict[str, Any]]]], path: str, limit: int | None
-) -> tuple[list[dict[str, Any]], list[str]]:
+    file: Path, reader: Callable[[Path], Iterator[tuple[str, dict[str, Any]]]], path: str
+) -> Iterator[tuple[str, Row]]:
     try:
         if not file.is_file():  # reading a FIFO or a device may never end
             raise ValueError(
@@ -78,25 +77,24 @@ def _of_file(
             )
         if file.stat().st_size == 0:
             raise ValueError("is empty: it has no prompts")
-        rows, places = [], []
-        for place, row in itertools.islice(reader(file), limit):
-            rows.append(row)
-            places.append(place)
+        yield from reader(file)
     except OSError as e:
         raise ValueError(f"{path} cannot be read as prompts: {e.strerror or str(e).splitlines()[0]}") from e
     except ValueError as e:
         reason = str(e)
         raise ValueError(f"{path} {reason}" if reason.startswith("is ") else f"{path}, {reason}") from e
-    return rows, places
 
 
-def _of_hub(path: str) -> list[dict[str, Any]]:
+def _of_hub(path: str) -> Iterator[tuple[str, Row]]:
     import datasets
 
     name, _, split = path.partition(":")
     datasets.disable_progress_bars()
     try:
-        return list(datasets.load_dataset(name, split=split or "train").to_list())
+        found = datasets.load_dataset(name, split=split or "train")
+        for start in range(0, len(found), _BATCH):
+            rows = found.select(range(start, min(start + _BATCH, len(found)))).to_list()
+            yield from ((f"row {i}", row) for i, row in enumerate(rows, start + 1))
     except (datasets.exceptions.DatasetGenerationError, datasets.exceptions.DatasetsError, OSError, ValueError) as e:
         reason = e.__cause__ or e
         raise ValueError(f"{path} cannot be read as prompts: {str(reason).strip().splitlines()[0]}") from e
@@ -133,13 +131,11 @@ def text_column(value: object, key: str, where: str) -> str:
         raise ValueError(f"{where}: column {key!r} {e}") from None
 
 
-def first_value(rows: Sequence[Row], key: str) -> Any:
-    """The first value of a column other than None; None if there is none."""
-    within = key.split(".")
-    for row in rows:
-        found: Any = row
-        for part in [key] if key in row else within:
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if found is not None:
-            return found
-    return None
+def value_of(row: Row, key: str) -> Any:
+    """The value of a column, or of a nested one; None if there is none."""
+    if key in row:
+        return row[key]
+    found: Any = row
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found

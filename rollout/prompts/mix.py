@@ -1,14 +1,21 @@
-"""The prompts of a run from one or several sources, tokenized once and issued in a reproducible order."""
+"""The prompts of a run from one or several sources, tokenized once and issued in a reproducible order.
+
+They stay on disk: memory holds some 50 bytes a prompt, its place in a file and a hash of its id.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from miles_like.types import Json, Prompt
 from rollout.prompts.config import TRAIN, DataConfig, SourceConfig
 from rollout.prompts.curriculum import Curriculum
+from rollout.prompts.ids import Ids
 from rollout.prompts.source import Source, Tokenizer
+from rollout.prompts.spool import Joined
 
 
 class PromptSource:
@@ -46,21 +53,43 @@ class PromptSource:
             for name, s in given.items()
         }
         self._curriculum = Curriculum(config.curriculum)
-        self._by_id = _by_id(self._sources.values())
+        self._ids = self._unique_ids()
+
+    def _unique_ids(self) -> Ids:
+        """Raises ValueError for a duplicate id, naming both places."""
+        ids = Ids(np.concatenate([s.hashes for s in self._sources.values()]), lambda i: self.all()[i].id)
+        if (twice := ids.twice()) is not None:
+            (s, i), (other, j) = map(self._placed, twice)
+            where = f"{s.place(i)} and {other.place(j)}"
+            if s.path != other.path:
+                where = f"{s.place(i)}, and {other.path}, {other.place(j)},"
+            name = s.prompts[i].id
+            raise ValueError(f"{s.path}: {where} have the same id ({name!r}): give each row a unique id")
+        return ids
+
+    def _placed(self, number: int) -> tuple[Source, int]:
+        """The source of a prompt, and its number there."""
+        for s in self._sources.values():
+            if number < len(s.prompts):
+                return s, number
+            number -= len(s.prompts)
+        raise IndexError(number)
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return sum(len(s.prompts) for s in self._sources.values())
 
     def all(self) -> Sequence[Prompt]:
-        """Every prompt, source by source, in file order."""
-        return tuple(self._by_id.values())
+        """Every prompt, source by source, in file order. They are on disk, so a loop reads one after the other; a slice
+        is in memory."""
+        return Joined(s.prompts for s in self._sources.values())
 
     def find(self, prompt_id: str) -> Prompt:
         """Raises ValueError if there is no such prompt."""
-        if prompt_id not in self._by_id:
+        number = self._ids.find(prompt_id)
+        if number is None:
             files = ", ".join(s.path for s in self._sources.values())
             raise ValueError(f"{files}: no prompt {prompt_id!r}: use the file as it was when the checkpoint was saved")
-        return self._by_id[prompt_id]
+        return self.all()[number]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -106,9 +135,11 @@ class PromptSource:
 
     def drop(self, ids: Collection[str]) -> None:
         """Remove prompts before the first `take`. Raises ValueError if a source has none left."""
+        numbers = {number for prompt_id in ids if (number := self._ids.find(prompt_id)) is not None}
+        found = list(map(self._placed, numbers))
         for s in self._sources.values():
-            s.drop(ids)
-        self._by_id = _by_id(self._sources.values())
+            s.drop({i for of, i in found if of is s})
+        self._ids = self._unique_ids()
 
     def state(self) -> dict[str, Json]:
         """JSON: position and digest of each source, and the resting prompts."""
@@ -132,22 +163,8 @@ class PromptSource:
         for name, s in self._sources.items():
             s.check(sources[name])
         for prompt_id, left in rests.items():
-            if prompt_id not in self._by_id or type(left) is not int or left < 1:
+            if self._ids.find(str(prompt_id)) is None or type(left) is not int or left < 1:
                 raise ValueError(f"the saved position of the prompts is damaged: {prompt_id!r} rests {left!r} times")
         for name, s in self._sources.items():
             s.restore(sources[name])
         self._curriculum.rests = dict(rests)
-
-
-def _by_id(sources: Collection[Source]) -> dict[str, Prompt]:
-    """Prompt id -> prompt. Raises ValueError for a duplicate id, naming both places."""
-    out: dict[str, Prompt] = {}
-    places: dict[str, tuple[str, str]] = {}
-    for s in sources:
-        for place, p in zip(s.places, s.prompts, strict=True):
-            if p.id in out:
-                path, first = places[p.id]
-                where = f"{first} and {place}" if path == s.path else f"{first}, and {s.path}, {place},"
-                raise ValueError(f"{path}: {where} have the same id ({p.id!r}): give each row a unique id")
-            out[p.id], places[p.id] = p, (s.path, place)
-    return out

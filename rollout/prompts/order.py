@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ class Cursor(NamedTuple):
 
 
 class Order:
-    """Row numbers 0..n-1, each once per epoch, in an order that depends only on (seed, epoch).
+    """Row numbers 0..n-1, each once per epoch, in an order that depends only on (seed, epoch). It takes 4 bytes a row.
 
     epochs: number of epochs after which it ends; None: it never ends.
     """
@@ -65,8 +66,8 @@ class Order:
         self.cursor = cursor
         self._rows = self._shuffled(epoch)
 
-    def _shuffled(self, epoch: int) -> list[int]:
-        order = list(range(self._n))
+    def _shuffled(self, epoch: int) -> array[int]:
+        order = array("I", range(self._n))
         # a str seed is hashed with SHA-512, the same in every process; the hash of a tuple is not
         random.Random(f"prompts {self._seed} {epoch}").shuffle(order)
         return order

@@ -6,11 +6,12 @@ typed columns change 5 to 5.0 if another row has 0.5, and round integers beyond 
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import numpy as np
 
@@ -23,6 +24,8 @@ Row = dict[str, Any]
 
 MOST_NESTED = 64  # nested objects and lists
 _WHOLE = 1 << 24  # all integers up to it are exact in float32
+_BOM = b"\xef\xbb\xbf"
+_PIECE = 1 << 18  # bytes of a file that are read at a time
 _BATCH = 1024  # rows of a parquet file converted at a time
 _SPACE = re.compile(r"[ \t\n\r]*")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -51,23 +54,28 @@ def jsonl_rows(file: Path) -> Iterator[tuple[str, Row]]:
 
     Raises ValueError naming the line.
     """
-    first = True
+    if _starts_a_list(file):
+        yield from json_rows(file)
+        return
     with file.open("rb") as opened:
         for n, line in enumerate(opened, 1):
-            raw = line.removeprefix(b"\xef\xbb\xbf") if n == 1 else line
-            if not raw.strip():
-                continue
-            if first and raw.lstrip().startswith(b"["):
-                yield from json_rows(file)
-                return
-            first = False
-            yield f"line {n}", jsonl_line(raw, n)
+            raw = line.removeprefix(_BOM) if n == 1 else line
+            if raw.strip():
+                yield f"line {n}", jsonl_line(raw, n)
+
+
+def _starts_a_list(file: Path) -> bool:
+    with file.open("rb") as opened:
+        found = opened.read(_PIECE).removeprefix(_BOM)
+        while found and not found.strip():
+            found = opened.read(_PIECE)
+    return found.lstrip().startswith(b"[")
 
 
 def jsonl_line(raw: bytes, n: int) -> Row:
     """The row of line n, counted from 1. Raises ValueError naming the line."""
     where = f"line {n}"
-    row, _ = _row(_utf8(raw.rstrip(b"\r\n"), where), 0, where, n)
+    row, _ = _row(_utf8(raw.rstrip(b"\r\n"), where), 0, where, (n - 1, 0), alone=True)
     return row
 
 
@@ -76,35 +84,90 @@ def json_rows(file: Path) -> Iterator[tuple[str, Row]]:
 
     Raises ValueError naming the row, or the line of broken JSON.
     """
-    text = _utf8(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), "its text")
-    at, n, comma = _skip(text, 0), 0, False
-    listed = text.startswith("[", at)
+    with file.open("rb") as opened:
+        yield from _listed_rows(_Pieces(opened))
+
+
+def _listed_rows(pieces: _Pieces) -> Iterator[tuple[str, Row]]:
+    at, n, comma = pieces.skip(0), 0, False
+    listed = pieces.text.startswith("[", at)
     if listed:
-        at = _skip(text, at + 1)
-    while at < len(text) and not (listed and not comma and text[at] == "]"):
+        at = pieces.skip(at + 1)
+    while at < len(pieces.text) and not (listed and not comma and pieces.text[at] == "]"):
         n += 1
-        row, at = _row(text, at, f"row {n}", None)
+        row, at = pieces.row(at, f"row {n}")
         yield f"row {n}", row
-        at = _skip(text, at)
-        comma = listed and text.startswith(",", at)
+        at = pieces.skip(at)
+        comma = listed and pieces.text.startswith(",", at)
         if comma:
-            at = _skip(text, at + 1)
-        elif listed and not text.startswith("]", at):
-            raise ValueError(f"line {_line(text, at)}: expected a comma or ] after row {n}")
-    if listed and at == len(text):
-        raise ValueError(f"line {_line(text, at)}: the list does not end with ]")
-    if listed and _skip(text, at + 1) < len(text):
-        raise ValueError(f"line {_line(text, at + 1)}: text after the ] that ends the list")
+            at = pieces.skip(at + 1)
+        elif listed and not pieces.text.startswith("]", at):
+            raise ValueError(f"line {pieces.line(at)}: expected a comma or ] after row {n}")
+    if listed and at == len(pieces.text):
+        raise ValueError(f"line {pieces.line(at)}: the list does not end with ]")
+    if listed:
+        line, at = pieces.line(at + 1), pieces.skip(at + 1)
+        if at < len(pieces.text):
+            raise ValueError(f"line {line}: text after the ] that ends the list")
 
 
-def _row(text: str, at: int, where: str, line: int | None) -> tuple[Row, int]:
-    """The object at `at`, and its end. line: number of the line if `text` is one line, which nothing may follow."""
+class _Pieces:
+    """The text of a file from some place on: what is before it is forgotten, what follows is read when it is needed."""
+
+    def __init__(self, opened: BinaryIO) -> None:
+        self._opened, self._decoder = opened, codecs.getincrementaldecoder("utf-8")()
+        self._before = (0, 0)  # lines before the text, and characters before it in its first line
+        self._bytes, self._ended = 0, False  # bytes that were decoded
+        self.text = ""
+
+    def line(self, at: int) -> int:
+        return self._before[0] + self.text.count("\n", 0, at) + 1
+
+    def skip(self, at: int) -> int:
+        """The place in `text`, which may be another one, of the first character from `at` on that is no space, or the
+        end of the file."""
+        while (at := _skip(self.text, at)) == len(self.text) and not self._ended:
+            at = self._read(at)
+        return at
+
+    def row(self, at: int, where: str) -> tuple[Row, int]:
+        """The object at `at`, and its end in `text`."""
+        while True:
+            try:
+                return _row(self.text, at, where, self._before)
+            except ValueError:
+                if self._ended:
+                    raise
+            at = self._read(at)  # the object may end in what follows
+
+    def _read(self, at: int) -> int:
+        """Forgets what is before `at`, reads at least as much as is left, and returns the place of `at`."""
+        lines, last = self.text.count("\n", 0, at), self.text.rfind("\n", 0, at)
+        self._before = (self._before[0] + lines, at - last - 1 if lines else self._before[1] + at)
+        self.text = self.text[at:]
+        found = self._opened.read(max(_PIECE, len(self.text)))
+        self._ended = not found
+        if not self._bytes:
+            found = found.removeprefix(_BOM)
+        try:
+            self.text += self._decoder.decode(found, final=self._ended)
+        except UnicodeDecodeError as e:
+            start = self._bytes + len(found) - len(e.object) + e.start  # the decoder kept bytes of the piece before
+            raise ValueError(f"its text is not UTF-8: byte {e.object[e.start]:#04x} at {start}") from None
+        self._bytes += len(found)
+        return 0
+
+
+def _row(text: str, at: int, where: str, before: tuple[int, int], *, alone: bool = False) -> tuple[Row, int]:
+    """The object at `at`, and its end. before: lines before the text, and characters before it in its first line;
+    alone: nothing may follow the object."""
     try:
         found, end = _DECODER.raw_decode(text, _skip(text, at))
-        if line is not None and _skip(text, end) < len(text):
+        if alone and _skip(text, end) < len(text):
             raise json.JSONDecodeError("Extra data", text, end)
     except json.JSONDecodeError as e:
-        raise ValueError(f"line {line or e.lineno}: not valid JSON: {e.msg}, column {e.colno}") from None
+        column = e.colno + (before[1] if e.lineno == 1 else 0)
+        raise ValueError(f"line {before[0] + e.lineno}: not valid JSON: {e.msg}, column {column}") from None
     except RecursionError:
         raise ValueError(f"{where} is nested more than {MOST_NESTED} deep") from None
     except ValueError as e:
@@ -122,10 +185,6 @@ def _skip(text: str, at: int) -> int:
     found = _SPACE.match(text, at)
     assert found is not None
     return found.end()
-
-
-def _line(text: str, at: int) -> int:
-    return text.count("\n", 0, at) + 1
 
 
 def _utf8(raw: bytes, where: str) -> str:
@@ -155,7 +214,7 @@ def parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(file) as opened:
+        with pq.ParquetFile(file, buffer_size=1 << 18) as opened:
             names = opened.schema_arrow.names
             if len(set(names)) < len(names):
                 twice = next(name for name in names if names.count(name) > 1)

@@ -11,14 +11,20 @@ the file is rejected, or a note is reported.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
 
 from rollout.prompts.config import DataConfig
-from rollout.prompts.dataset import Row, Rows, first_value, text_column
+from rollout.prompts.dataset import MissingColumn, Row, Rows, column, text_column, value_of
 
 PROMPTS = ("prompt", "messages", "input")  # in order of preference
 ANSWERS = ("answer", "reward_model.ground_truth", "label", "solution")  # only the first has precedence over others
+_KNOWN = (*PROMPTS, *ANSWERS, "chosen", "rejected", "completion")
+_DIGEST = 16  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,23 +33,29 @@ class Columns:
 
     prompt: str
     answer: str  # may be missing if no reward compares with it
+    answered: bool  # whether any row has that column
+    ids: Literal["own", "verl", "none"]  # whether rows have the column `id_key`; else those of verl, if all differ
     notes: tuple[str, ...]  # a message for each choice that another reader might make differently
 
 
-def columns(config: DataConfig, rows: Rows, path: str) -> Columns:
+def columns(config: DataConfig, rows: Rows) -> Columns:
     """Raises ValueError for a file of preferences or conversations, and if several columns may be the answer."""
-    notes: list[str] = []
-    prompt, answer = config.prompt_key, config.answer_key
+    path, notes = rows.path, list[str]()
+    prompt, answer, seen = config.prompt_key, config.answer_key, _Seen(config, rows)
     if prompt is None:
-        _refuse_preferences(rows, path)
-        found = [key for key in PROMPTS if _has(rows, key)]
+        _refuse_preferences(seen, path)
+        found = [key for key in PROMPTS if key in seen.valued]
         prompt = found[0] if found else PROMPTS[0]
         if len(found) > 1:
             notes.append(_chosen(path, "prompts", prompt, found[1:], "data.prompt_key"))
-        if prompt == "messages":
-            _refuse_answered(rows)
+        if prompt == "messages" and seen.conversation is not None:
+            raise ValueError(
+                f"{path}, {seen.conversation}: column 'messages' ends with the assistant's answer, so it is a "
+                "conversation for supervised training, not a prompt: set algorithm.name = 'sft', or another column as "
+                "data.prompt_key"
+            )
     if answer is None:
-        found = [key for key in ANSWERS if _has(rows, key) and key != prompt]
+        found = [key for key in ANSWERS if key in seen.valued and key != prompt]
         answer = found[0] if found else ANSWERS[0]
         if len(found) > 1 and answer != ANSWERS[0]:
             raise ValueError(
@@ -52,7 +64,61 @@ def columns(config: DataConfig, rows: Rows, path: str) -> Columns:
             )
         if len(found) > 1:
             notes.append(_chosen(path, "answers", answer, found[1:], "data.answer_key"))
-    return Columns(prompt=prompt, answer=answer, notes=tuple(notes))
+    return Columns(prompt=prompt, answer=answer, answered=answer in seen.present, ids=seen.ids, notes=tuple(notes))
+
+
+class _Seen:
+    """What the rows of a file have, from one pass over them."""
+
+    def __init__(self, config: DataConfig, rows: Rows) -> None:
+        answers = ANSWERS if config.answer_key is None else (config.answer_key,)
+        self.present = set[str]()  # of `answers`, those that a row has
+        self.valued = set[str]()  # of _KNOWN, those with a value other than None in a row
+        self.label: object = None  # the first that is not None
+        self.conversation: str | None = None  # place of the first row whose messages end with an answer
+        self.ids: Literal["own", "verl", "none"] = "none"
+        absent, empty, named = list(answers), list(_KNOWN), _VerlIds()
+        for place, row in rows.placed():
+            for key in [key for key in absent if _has(row, key)]:
+                absent.remove(key)
+                self.present.add(key)
+            for key in [key for key in empty if value_of(row, key) is not None]:
+                empty.remove(key)
+                self.valued.add(key)
+                self.label = row["label"] if key == "label" else self.label
+            if self.conversation is None and _ends_with_answer(row.get("messages")):
+                self.conversation = place
+            if self.ids == "none":
+                self.ids = "own" if row.get(config.id_key) is not None else "none"
+                named.add(_verl_id(row))
+        if self.ids == "none" and named.differ():
+            self.ids = "verl"
+
+
+class _VerlIds:
+    """Whether every row has an id of verl's, and no other row the same one: 16 bytes of memory an id."""
+
+    def __init__(self) -> None:
+        self._digests, self._complete = bytearray(), True
+
+    def add(self, name: str | None) -> None:
+        if name is None:
+            self._complete = False
+            self._digests.clear()
+        elif self._complete:
+            self._digests += hashlib.blake2b(name.encode(), digest_size=_DIGEST).digest()
+
+    def differ(self) -> bool:
+        each = np.frombuffer(self._digests, dtype=f"S{_DIGEST}")
+        return self._complete and len(np.unique(each)) == len(each)
+
+
+def _has(row: Row, key: str) -> bool:
+    try:
+        column(row, key, "")
+    except MissingColumn:
+        return False
+    return True
 
 
 def _chosen(path: str, what: str, key: str, others: Sequence[str], setting: str) -> str:
@@ -62,14 +128,14 @@ def _chosen(path: str, what: str, key: str, others: Sequence[str], setting: str)
     )
 
 
-def _refuse_preferences(rows: Sequence[Row], path: str) -> None:
+def _refuse_preferences(seen: _Seen, path: str) -> None:
     """Raises ValueError for TRL's preference and unpaired preference files."""
-    if _has(rows, "chosen") and _has(rows, "rejected"):
+    if {"chosen", "rejected"} <= seen.valued:
         raise ValueError(
             f"{path} has preference pairs (columns chosen, rejected) instead of prompts: set algorithm.name = 'dpo' or "
             "'reward_model', or set data.prompt_key to the column of prompts"
         )
-    if _has(rows, "completion") and isinstance(first_value(rows, "label"), bool):
+    if "completion" in seen.valued and isinstance(seen.label, bool):
         raise ValueError(
             f"{path} has labelled answers (columns completion, label) instead of prompts: set algorithm.name = "
             "'kto' and data.answer_key = 'completion', or set data.prompt_key to the column of prompts and, if "
@@ -77,33 +143,21 @@ def _refuse_preferences(rows: Sequence[Row], path: str) -> None:
         )
 
 
-def _refuse_answered(rows: Rows) -> None:
-    for i, row in enumerate(rows):
-        messages = row.get("messages")
-        last = messages[-1] if isinstance(messages, list) and messages else None
-        if isinstance(last, Mapping) and last.get("role") == "assistant":
-            raise ValueError(
-                f"{rows.where(i)}: column 'messages' ends with the assistant's answer, so it is a conversation for "
-                "supervised training, not a prompt: set algorithm.name = 'sft', or another column as data.prompt_key"
-            )
+def _ends_with_answer(messages: object) -> bool:
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, Mapping) and last.get("role") == "assistant"
 
 
-def _has(rows: Sequence[Row], key: str) -> bool:
-    return first_value(rows, key) is not None
-
-
-def given_ids(config: DataConfig, rows: Rows) -> list[str | None]:
-    """The id of each row: its column `id_key`, or in verl's files data_source, split and index.
+def given_id(config: DataConfig, found: Columns, row: Row, where: str) -> str | None:
+    """The id of a row: its column `id_key`, or in verl's files data_source, split and index.
 
     verl's ids are used only if they are unique: DAPO's set repeats its rows. Raises ValueError for an id that is an
     object or a list.
     """
-    own = [row.get(config.id_key) for row in rows]
-    if any(name is not None for name in own):
-        key = config.id_key
-        return [None if name is None else text_column(name, key, rows.where(i)) for i, name in enumerate(own)]
-    verl = [_verl_id(row) for row in rows]
-    return verl if None not in verl and len(set(verl)) == len(verl) else [None] * len(rows)
+    if found.ids == "verl":
+        return _verl_id(row)
+    name = row.get(config.id_key)
+    return None if name is None else text_column(name, config.id_key, where)
 
 
 def _verl_id(row: Row) -> str | None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
+
+import numpy as np
+import orjson
 
 from miles_like.types import Json, Prompt
 from rollout.prompts.config import DataConfig
 from rollout.prompts.curriculum import Curriculum
 from rollout.prompts.dataset import MissingColumn, Row, Rows, column, read_rows, text_column
+from rollout.prompts.ids import Hashes
 from rollout.prompts.order import Cursor, Order
-from rollout.prompts.schema import Columns, columns, given_ids, source_of
+from rollout.prompts.schema import Columns, columns, given_id, source_of
+from rollout.prompts.spool import Lazy, Selected, Spool
 from rollout.prompts.values import as_json
 
 
@@ -27,8 +34,33 @@ class Tokenizer(Protocol):
     ) -> Any: ...
 
 
+_FIELDS = tuple(field.name for field in dataclasses.fields(Prompt))
+_values = operator.attrgetter(*_FIELDS)  # pickled in a third of the time of the dataclass
+_encoded = json.JSONEncoder(sort_keys=True).encode
+
+_Placed = tuple[Any, ...]  # place of a row, and the fields of its prompt
+
+
+class _Prompts(Lazy[Prompt]):
+    def __init__(self, placed: Sequence[_Placed]) -> None:
+        self._placed = placed
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return map(_prompt, self._placed)
+
+    def _at(self, i: int) -> Prompt:
+        return _prompt(self._placed[i])
+
+
+def _prompt(placed: _Placed) -> Prompt:
+    return Prompt(**dict(zip(_FIELDS, placed[1:], strict=True)))
+
+
 class Source:
-    """All prompts of one file, in memory, in an order that depends only on (seed, epoch).
+    """All prompts of one file, on disk, in an order that depends only on (seed, epoch).
 
     name: of the source, "" for the only one; it is the `source` of prompts whose row has none. The other arguments and
     the errors are those of `PromptSource`.
@@ -49,17 +81,35 @@ class Source:
         self.path, self.weight, self.taken = path, weight, 0
         self.instruction = config.instruction
         rows = read_rows(path, limit)
-        found = columns(config, rows, path)
+        found = columns(config, rows)
         self.notes = found.notes
-        answers = _answers(config, found.answer, rows, path, compared_by)
-        ids = given_ids(config, rows)
-        self.prompts = [
-            row_prompt(config, tokenizer, row, answer, found, rows.where(i), path, given=given, source=name)
-            for i, (row, answer, given) in enumerate(zip(rows, answers, ids, strict=True))
-        ]
-        self.places = list(rows.places)  # of each prompt: "line 3" or "row 3" of the file
+        _check_answered(config, found, rows, compared_by)
+        placed, hashes = Spool[_Placed](path), array("q")
+
+        def made() -> Iterator[Prompt]:
+            for place, row in rows.placed():
+                where = f"{path}, {place}"
+                answer = _answer(found.answer, row, where, path, compared_by)
+                given = given_id(config, found, row, where)
+                prompt = row_prompt(config, tokenizer, row, answer, found, where, path, given=given, source=name)
+                placed.append((place, *_values(prompt)))
+                hashes.append(hash(prompt.id))
+                yield prompt
+
+        self._sha256 = _digest(made())
+        self._placed: Sequence[_Placed] = placed
+        self.hashes: Hashes = np.frombuffer(hashes, dtype=np.int64)  # of the ids
         self._seed, self._epochs = seed, config.epochs
-        self._order = Order(len(self.prompts), seed=seed, epochs=config.epochs)
+        self._order = Order(len(placed), seed=seed, epochs=config.epochs)
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """In file order; each is read from disk when it is asked for."""
+        return _Prompts(self._placed)
+
+    def place(self, i: int) -> str:
+        """Of prompt i: "line 3" or "row 3" of the file."""
+        return str(self._placed[i][0])
 
     @property
     def ended(self) -> bool:
@@ -67,24 +117,34 @@ class Source:
 
     def next(self, curriculum: Curriculum) -> Prompt | None:
         """The next prompt; None at the end."""
-        row = self._order.next(lambda i: curriculum.skips(self.prompts[i].id))
-        self.taken += row is not None
-        return None if row is None else self.prompts[row]
+        dealt: Prompt | None = None
 
-    def drop(self, ids: Collection[str]) -> None:
+        def skipped(row: int) -> bool:
+            nonlocal dealt
+            dealt = self.prompts[row]
+            return curriculum.skips(dealt.id)
+
+        if self._order.next(skipped) is None:
+            return None
+        self.taken += 1
+        return dealt
+
+    def drop(self, rows: Collection[int]) -> None:
         """Remove prompts before the first `next`. Raises ValueError if none is left."""
         assert not self.taken
-        kept = [i for i, p in enumerate(self.prompts) if p.id not in ids]
+        if not rows:
+            return
+        kept = array("I", (i for i in range(len(self._placed)) if i not in rows))
         if not kept:
-            raise ValueError(f"{self.path}: all {len(self.prompts)} prompts were removed: use different prompts")
-        self.prompts, self.places = [self.prompts[i] for i in kept], [self.places[i] for i in kept]
+            raise ValueError(f"{self.path}: all {len(self._placed)} prompts were removed: use different prompts")
+        self._placed, self.hashes = Selected(self._placed, kept), self.hashes[np.frombuffer(kept, dtype=np.uint32)]
+        self._sha256 = _digest(self.prompts)
         self._order = Order(len(kept), seed=self._seed, epochs=self._epochs)
-        self.__dict__.pop("_sha256", None)
 
     def state(self) -> dict[str, Json]:
         cursor = self._order.cursor
         return {
-            "rows": len(self.prompts),
+            "rows": len(self._placed),
             "sha256": self._sha256,
             "epoch": cursor.epoch,
             "position": cursor.position,
@@ -110,41 +170,47 @@ class Source:
         self._order.restore(Cursor(state["epoch"], state["position"]))
         self.taken = state["dealt"]
 
-    @functools.cached_property
-    def _sha256(self) -> str:
-        """Hash of all prompts in file order, including the other columns, which rewards may use."""
-        out = hashlib.sha256()
-        for p in self.prompts:
-            out.update(repr((p.id, p.answer, p.token_ids, p.source, json.dumps(p.meta, sort_keys=True))).encode())
-        return out.hexdigest()
+
+def _digest(prompts: Iterable[Prompt]) -> str:
+    """SHA-256 of prompts in file order, including the other columns, which rewards may use."""
+    out = hashlib.sha256()
+    for p in prompts:
+        meta, ids = _encoded(p.meta), orjson.dumps(p.token_ids).decode()[1:-1].replace(",", ", ")
+        ids += "," * (len(p.token_ids) == 1)
+        # repr of (id, answer, token_ids, source, meta), in a third of the time: checkpoints hold its hash
+        out.update(f"({p.id!r}, {p.answer!r}, ({ids}), {p.source!r}, {meta!r})".encode())
+    return out.hexdigest()
 
 
-def _answers(config: DataConfig, key: str, rows: Rows, path: str, compared_by: str | None) -> list[str]:
-    """The answer of each row as written in the file; "" if it has none. Raises ValueError for an answer that is not
-    text, a number, a truth value or a date."""
-    out, missing = list[str](), list[MissingColumn]()
-    for i, row in enumerate(rows):
+def _check_answered(config: DataConfig, found: Columns, rows: Rows, compared_by: str | None) -> None:
+    """Raises ValueError if no row has an answer that the reward or the configuration names."""
+    if found.answered or (compared_by is None and config.answer_key is None):
+        return
+    try:
+        column(rows[0], found.answer, rows.path)
+    except MissingColumn as e:
+        if compared_by is None:
+            raise
+        raise ValueError(f"{e}, or use a reward that needs no answer, unlike {compared_by!r} (docs/rewards.md)") from e
+
+
+def _answer(key: str, row: Row, where: str, path: str, compared_by: str | None) -> str:
+    """The answer of a row as written in the file; "" if it has none. Raises ValueError for an answer that is not text,
+    a number, a truth value or a date, and for none if a reward compares with it."""
+    try:
+        answer = text_column(column(row, key, path), key, where)
+    except MissingColumn:
         answer = ""
-        try:
-            answer = text_column(column(row, key, path), key, rows.where(i))
-        except MissingColumn as e:
-            missing.append(e)
-        except ValueError as e:
-            raise ValueError(f"{e}: set data.answer_key to the answer's column, or write it as text") from None
-        out.append(answer if answer.strip() else "")
-    if len(missing) == len(rows):
-        if compared_by is not None:
-            raise ValueError(
-                f"{missing[0]}, or use a reward that needs no answer, unlike {compared_by!r} (docs/rewards.md)"
-            )
-        if config.answer_key is not None:
-            raise missing[0]
-    if compared_by is not None and "" in out:
+    except ValueError as e:
+        raise ValueError(f"{e}: set data.answer_key to the answer's column, or write it as text") from None
+    if answer.strip():
+        return answer
+    if compared_by is not None:
         raise ValueError(
-            f"{rows.where(out.index(''))}: the prompt has no answer ({key}), but reward {compared_by!r} compares "
-            "with it: add the answer, remove the row, or use a reward that needs none (docs/rewards.md)"
+            f"{where}: the prompt has no answer ({key}), but reward {compared_by!r} compares with it: add the answer, "
+            "remove the row, or use a reward that needs none (docs/rewards.md)"
         )
-    return out
+    return ""
 
 
 def row_prompt(

@@ -271,7 +271,7 @@ class ServerLaunch:
 
 
 def embedded_command(launch: ServerLaunch, port: int) -> list[str]:
-    """Command line of the CPU engine. With `exact` it uses the operations of the deterministic trainer."""
+    """Command line of the embedded engine. With `exact` it uses the operations of the deterministic trainer."""
     config, exact = launch.config, launch.exact
     e = config.embedded
     uncached = exact is None if e.disable_radix_cache is None else e.disable_radix_cache
@@ -288,7 +288,8 @@ def embedded_command(launch: ServerLaunch, port: int) -> list[str]:
         *("--port", str(port)),
         *("--threads", str(e.threads)),
         *(("--tp-size", str(e.tp_size), "--ep-size", str(e.ep_size)) if e.tp_size > 1 or e.ep_size > 1 else ()),
-        *("--dtype", e.dtype or ("float32" if exact is None else "bfloat16")),
+        *(("--device", e.device) if e.device != "cpu" else ()),
+        *("--dtype", e.dtype or ("float32" if exact is None and e.device == "cpu" else "bfloat16")),
         *("--weights", e.weights),
         *("--activations", launch.activations),
         *("--max-total-tokens", str(e.max_total_tokens)),

@@ -47,6 +47,9 @@ for name in sys.argv[1:]:
 """
 
 
+BESIDE = re.compile(r'"\./(tiny/[\w./]+)"')  # files that the demo's configurations name
+
+
 def modules() -> set[str]:
     files = [f.relative_to(ROOT) for package in PACKAGES for f in (ROOT / package).rglob("*.py")]
     return {".".join(f.with_suffix("").parts).removesuffix(".__init__") for f in files} - set(PACKAGES)
@@ -75,6 +78,7 @@ def test_the_wheel_has_the_demo_the_templates_and_its_types_and_no_tests(wheel: 
         *(package / "demo_files").glob("*.toml"),
         package / "rewards" / "counter_examples.jsonl",
     ]
+    data += {package / "demo_files" / path for file in data for path in BESIDE.findall(file.read_text())}
     assert {str(f.relative_to(ROOT)) for f in data} <= set(names)
     tops = {n.split("/")[0] for n in names if ".dist-info/" not in n}
     assert tops == set(PACKAGES)

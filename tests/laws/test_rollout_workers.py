@@ -3,19 +3,21 @@
 With 0, 1 and 3 rollout workers a deterministic run has the same metrics, ledger, weights and optimizer state, byte for
 byte; a resumed run too, also one that resumes with another number of workers. The real loop, server, Megatron ranks and
 worker code; the workers are in the driver's process, which opens nothing that holds values of tokens except what these
-workers read from the servers. Not covered: Ray (tests/e2e/test_workers_run.py).
+workers read from the servers. Not covered: Ray (tests/miles_like/cluster/workers/test_actors.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.checkpoint.run_state import latest_folder, load
+from miles_like.types import Prompt, Sample, SampleGroup
 from tests.support.forked import tail
 from tests.support.kill_points import Kill
 from tests.support.local_run import Runs, tensors, untimed
@@ -48,18 +50,86 @@ def same(one: Path, other: Path) -> None:
     last = int((one / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
     assert (one / "ledger.jsonl").read_bytes() == (other / "ledger.jsonl").read_bytes()
     assert untimed(one / "metrics.jsonl") == untimed(other / "metrics.jsonl")
-    a, b = (tensors(where / "checkpoints" / f"step_{last}" / "trainer") for where in (one, other))
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    assert sorted((one / "rollouts" / f"step_{last}.jsonl").read_text().splitlines()) == sorted(
-        (other / "rollouts" / f"step_{last}.jsonl").read_text().splitlines()
-    )
+    for model in ("trainer", "critic"):
+        kept = [where / "checkpoints" / f"step_{last}" / model for where in (one, other)]
+        assert kept[0].is_dir() == kept[1].is_dir()
+        if kept[0].is_dir():
+            a, b = map(tensors, kept)
+            assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    rollouts = [sorted(p.name for p in (where / "rollouts").iterdir()) for where in (one, other)]
+    assert rollouts[0] == rollouts[1]
+    for name in rollouts[0]:
+        assert (one / "rollouts" / name).read_bytes() == (other / "rollouts" / name).read_bytes()
+
+
+def of_tokens(groups: Sequence[SampleGroup]) -> list[list[Any]]:
+    """A user's advantages: of samples that are compared over the whole rollout, by what only their tokens and texts
+    say; those of the last group are of its tokens."""
+    mean = sum(len(s.text) for g in groups for s in g.samples) / sum(len(g.samples) for g in groups)
+    out: list[list[Any]] = [[len(s.text) - mean + float(s.logprobs.sum()) for s in g.samples] for g in groups]
+    return [*out[:-1], [s.token_ids / 64 - 1 for s in groups[-1].samples]]
+
+
+def ranked(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[float]:
+    """A user's reward of a whole round: the share of its samples whose tokens have a smaller sum."""
+    sums = [int(s.token_ids.sum()) for s in samples]
+    return [sum(other < own for other in sums) / len(sums) for own in sums]
+
+
+PENALTY = ("algorithm.kl_in=reward", "algorithm.kl_coefficient=0.1")
+SHORT = ("train.steps=2", "eval.every=0")
+CASES: dict[str, tuple[str, ...]] = {
+    "a critic, a reference with its own ranks, its penalty in the reward": (
+        "algorithm.name=ppo",
+        "critic.lr=1e-3",
+        "cluster.pools.reference.nodes=0",
+        *PENALTY,
+    ),
+    "routes and rewards alone": (),
+    "a penalty in the reward of whole samples, two mini-batches": (*SHORT, *PENALTY, "train.steps_per_rollout=2"),
+    "a reference's ranks, a penalty in the loss": (
+        *SHORT,
+        "algorithm.kl_coefficient=0.1",
+        "cluster.pools.reference.nodes=0",
+    ),
+    "turns with the trainer, two behind": ("cluster.colocate=true", "buffer.max_staleness=2", "eval.every=1"),
+    "a teacher: the policy with another prompt": (
+        *SHORT,
+        "distillation.mode=added",
+        "distillation.teachers.own={kind='self',weights='current',prompt='{answer}. {prompt}'}",
+    ),
+    "a teacher: the trainer's reference with another prompt, and turns": (
+        *SHORT,
+        "algorithm.kl_coefficient=0.1",
+        "cluster.colocate=true",
+        "distillation.mode=alone",
+        "distillation.teachers.first={kind='self',weights='reference',prompt='{answer}! {prompt}'}",
+    ),
+    "a reward of whole rounds": (*SHORT, f"reward.name={__file__}:ranked", "buffer.max_staleness=1"),
+    "reinforce++": (*SHORT, "algorithm.name=reinforce_pp"),
+    "a greedy answer": (
+        *SHORT,
+        "algorithm.name=remax",
+        "algorithm.mask_truncated=true",
+        "rollout.max_new_tokens=40",
+        *PENALTY,
+    ),
+    "a user's advantages": (
+        *SHORT,
+        f"algorithm.advantage={__file__}:of_tokens",
+        "algorithm.kl_coefficient=0",
+    ),
+}
 
 
 @pytest.mark.slow
-def test_any_number_of_workers_computes_the_same_bits(runs: Runs) -> None:
-    alone = ran(runs, "alone", 0)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.long(beside=HERE) if i else ()) for i, c in enumerate(CASES)]
+)
+def test_any_number_of_workers_computes_the_same_bits(runs: Runs, case: str) -> None:
+    alone = ran(runs, case, 0, *CASES[case])
     for workers in (1, 3):
-        same(ran(runs, f"by {workers}", workers), alone)
+        same(ran(runs, f"{case}, by {workers}", workers, *CASES[case]), alone)
 
 
 AHEAD = ("train.steps=4", "buffer.max_staleness=1", "algorithm.filter=nonzero_std", "rollout.servers=1")

@@ -154,7 +154,10 @@ def test_a_step_reports_the_promised_metrics(found: Found) -> None:
         f"routing/{of}_agreement/{layer}" for of in ("expert", "neighbour") for layer in toy.LAYERS
     }
     own = {"train/entropy", "train/logprob_min", "mismatch/logprob_abs_diff_sum", "mismatch/logprob_abs_diff_max"}
+    parts = ("logprobs", "attention", "experts", "permutation", "activation", "norms")
+    want |= {f"perf/fused/{part}" for part in parts}
     assert want | own == set(found["learn"]["metrics"])
+    assert not any(found["learn"]["metrics"][f"perf/fused/{part}"] for part in parts), "a CPU has plain PyTorch"
     assert found["learn"]["metrics"]["train/lr"] == 1e-2
 
 

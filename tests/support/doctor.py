@@ -22,7 +22,7 @@ from miles_like.alignment.evidence import Evidence, Sampled, SampleTokens
 from miles_like.alignment.live import LiveTrainer, sampled
 from miles_like.alignment.report import Report
 from miles_like.alignment.weights import WeightEvidence
-from miles_like.batch.packer import Advantages, Packer
+from miles_like.batch.packer import Packer
 from miles_like.types import NamedTensor, Sample, SampleGroup, SamplingParams, TrainBatch
 from quant.hf_config import quantized_config
 from quant.spec import QuantSpec
@@ -79,7 +79,7 @@ class _Packer(Packer):
 
     ask: Ask
 
-    def batch(self, groups: Sequence[SampleGroup], advantages: Advantages | None = None) -> TrainBatch:
+    def batch(self, groups: Sequence[SampleGroup], advantages: Any = None) -> TrainBatch:
         return super().batch(self.ask.packs(groups), advantages)
 
 

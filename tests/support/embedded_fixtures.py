@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 from safetensors.torch import load_file, save_file
 
 from miles_like.types import SamplingParams
 from rollout.embedded.engine.engine import Engine, EngineLimits
 from rollout.embedded.engine.requests import Completed, PromptSpec
-from rollout.embedded.server.app import make_app
 from rollout.embedded.server.service import Service
 from rollout.embedded.server.worker import EngineWorker
 from tests.support.spawn import free_port
@@ -173,6 +171,10 @@ def run(engine: Engine, *specs: PromptSpec) -> list[list[Completed]]:
 @contextmanager
 def served(s: Service) -> Iterator[str]:
     """The URL of a server of it in threads of this process, once it answers."""
+    import uvicorn
+
+    from rollout.embedded.server.app import make_app
+
     worker = EngineWorker(s, threads=1)
     worker.start()
     port = free_port()

@@ -15,11 +15,13 @@ from typing import Any
 from megatron_bridge.config import TrainerConfig
 from miles_like.cluster.factories import MegatronFactory
 from miles_like.cluster.placement import Role, Slot
+from miles_like.cluster.rank import Rank
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.protocols import LossFn
 from miles_like.run.setup.launcher import Launcher
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.rollout_side import RolloutSide
+from miles_like.run.setup.teachers import TeacherPlaces
 from miles_like.run.setup.worker_side import worker_recipe, worker_slots, workers_of
 from rollout.sglang.servers import ServerLaunch, embedded_command
 from tests.support.forked import Forked, Gone
@@ -107,6 +109,11 @@ class LocalTrainer(RayTrainer):
         for rank in self._ranks:
             rank.kill()
 
+    async def _given(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], counts: Sequence[int]
+    ) -> list[Sequence[Any]]:
+        return await self._all("sealed", [(method, own) for own in arguments])
+
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         with self._calls.open("a") as out:
             print(self._role, method, *(arguments[0] if method == "publish" else ()), file=out)
@@ -128,6 +135,14 @@ class LocalTrainer(RayTrainer):
         return [a.result() for a in asked]
 
 
+class SealingRank(Rank):
+    """A rank whose parcels the driver does not open on their way."""
+
+    def sealed(self, method: str, arguments: Sequence[Any]) -> list[bytes]:
+        found = getattr(self, method)(*arguments)
+        return [] if found is None else [pickle.dumps(parcel) for parcel in found[1:]]
+
+
 class LocalLauncher(Launcher):
     """A Launcher whose processes are already there."""
 
@@ -146,11 +161,11 @@ class LocalLauncher(Launcher):
             factory, self.rank_processes[role], plan.config.parallel.dp, role, plan.run_dir / "calls.txt"
         )
 
-    def workers(self, rollout: RolloutSide, urls: Sequence[str], *, goes_on: bool) -> Any:
+    def workers(self, rollout: RolloutSide, urls: Sequence[str], teachers: TeacherPlaces, *, goes_on: bool) -> Any:
         """In the driver's process."""
         n = workers_of(rollout.plan)
         shares = [[urls[s] for s in own] for _, own in worker_slots(rollout.plan.placement, n)] if n else []
-        return LocalWorkers(shares, worker_recipe(rollout, goes_on=goes_on)) if n else None
+        return LocalWorkers(shares, worker_recipe(rollout, urls, teachers, goes_on=goes_on)) if n else None
 
     def servers(self, rollout: RolloutSide, version: int, *, routing: bool = True) -> Any:
         plan, ports = rollout.plan, [free_port() for _ in self.server_processes]

@@ -114,21 +114,20 @@ def drive(
     called in the process of each server before it serves, not in those of the spares, which replace them."""
     from rich.console import Console
 
-    from miles_like.cluster.rank import Rank
     from miles_like.config.load import load_config
     from miles_like.run import train as train_module
     from miles_like.run.setup import trainer_side
     from miles_like.run.setup.model_plan import model_plan
     from tests.support import kill_points
-    from tests.support.local_parts import LocalLauncher
+    from tests.support.local_parts import LocalLauncher, SealingRank
 
     vars(trainer_side).update(write_report=lambda run_dir: run_dir / "report.html")  # pictures: two seconds a run
     config = load_config(TINY, [*QUICK, *settings])
     kill_points.arm(run_dir, kill)
     logs = run_dir / "logs"
-    makes: dict[str, Any] = {"trainer": lambda: kill_points.watched_rank(Rank)}
-    makes |= {"critic": Rank} if config.algorithm.has_critic else {}
-    makes |= {"reference": Rank} if config.cluster.pools.reference else {}
+    makes: dict[str, Any] = {"trainer": lambda: kill_points.watched_rank(SealingRank)}
+    makes |= {"critic": SealingRank} if config.algorithm.has_critic else {}
+    makes |= {"reference": SealingRank} if config.cluster.pools.reference else {}
     ranks = {
         role: [
             Forked(f"{role} rank {i}", answers(make), logs / f"{role}_{i}.log")

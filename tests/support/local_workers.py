@@ -6,16 +6,16 @@ A worker can be ended in the middle of its calls, as a kill of its process ends 
 from __future__ import annotations
 
 import asyncio
+import functools
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from miles_like.batch import parcel
 from miles_like.batch.parcel import Parcel
-from miles_like.cluster.workers.holder import Wanted
-from miles_like.cluster.workers.pool import WorkerEnded
+from miles_like.cluster.workers.link import WorkerEnded
 from miles_like.cluster.workers.worker import RolloutWorker, SamplingFactory
-from miles_like.types import PlannedMicroBatch, SampleGroup
-from routing_replay.align import ShardSpec
+from miles_like.types import SampleGroup
 
 
 class InMemory:
@@ -50,15 +50,14 @@ class LocalLink:
             self._sent.add(task := asyncio.create_task(getattr(self.worker, method)(*_travelled(arguments))))
             task.add_done_callback(self._sent.discard)
 
-    async def portions(
-        self,
-        cells: Sequence[PlannedMicroBatch],
-        wanted: Mapping[str, Wanted],
-        parts: Sequence[ShardSpec],
-        replayed: bool,
-    ) -> tuple[Sequence[Any], Sequence[int | None]]:
-        found = await self._answer(self.worker.portions, cells, wanted, parts, replayed)
-        return [Parcel(p) for p in found], [p.route_bytes for p in found]
+    async def exchange(
+        self, method: str, *arguments: Any, sent: Sequence[Any] = (), count: int = 0
+    ) -> tuple[Any, Sequence[Any]]:
+        """sent: parcels of other workers here, and pickled ones of ranks (local_parts.SealingRank)."""
+        values = [(_opened(one) if isinstance(one, bytes) else one).value for one in sent]
+        answer, given = await self._answer(functools.partial(getattr(self.worker, method), values), *arguments)
+        assert len(given) == count
+        return _travelled(answer), [Parcel(x) for x in given]
 
     def end(self) -> None:
         """Also the worker's tasks: nothing of it goes on."""
@@ -79,6 +78,16 @@ class LocalLink:
             for task in (ended, call):
                 task.cancel()
             await asyncio.gather(ended, call, return_exceptions=True)
+
+
+def _opened(sealed: bytes) -> Parcel[Any]:
+    """By a worker, which is in the process of a driver that opens nothing."""
+    refused_by, parcel._refused_by = parcel._refused_by, None
+    try:
+        found: Parcel[Any] = pickle.loads(sealed)
+        return found
+    finally:
+        parcel._refused_by = refused_by
 
 
 def _travelled(value: Any) -> Any:

@@ -11,26 +11,21 @@ from typing import Any
 
 from rich.console import Console
 
+from miles_like.algorithms.advantages.parts import with_streams
 from miles_like.batch.packer import Packer
 from miles_like.batch.parcel import Parcel
 from miles_like.batch.portion import Portion, filled
 from miles_like.checkpoint.ledger import Ledger
 from miles_like.cluster.workers.pool import RolloutWorkers
+from miles_like.cluster.workers.values import HeldValues
 from miles_like.cluster.workers.worker import Sampling
 from miles_like.loop.buffer import DataBuffer, Taken
 from miles_like.loop.feed import Feed
 from miles_like.loop.producer import Producer
+from miles_like.records import PlannedBatch, PlannedMicroBatch, RecordGroup, SampleRecord
 from miles_like.report.progress import PhaseBar
 from miles_like.stopping import StopRequest
-from miles_like.types import (
-    PlannedBatch,
-    PlannedMicroBatch,
-    Prompt,
-    RecordGroup,
-    SampleGroup,
-    SampleRecord,
-    SamplingParams,
-)
+from miles_like.types import Prompt, SampleGroup, SamplingParams
 from routing_replay.align import ShardSpec
 from tests.support.made_samples import group, sample
 
@@ -82,7 +77,18 @@ class Made:
         ) -> Sequence[SampleGroup]:
             return [SampleGroup(prompt=p, samples=made(p.id).samples[:n]) for p in prompts]
 
-        return Sampling(sampler=own, partial=own, engines=own, filter=refused, answer=answer, close=close)
+        return Sampling(
+            sampler=own, partial=own, engines=own, filter=refused, answer=answer, work=one_more, close=close
+        )
+
+
+HALF, MORE = "half", "more"  # streams
+
+
+async def one_more(what: str, groups: Sequence[SampleGroup], *arguments: Any) -> Any:
+    """A Work: the sum of the stream HALF of each sample, and one more for each of its tokens as the stream MORE."""
+    numbers = [[float(s.streams[HALF].sum()) for s in g.samples] for g in groups]
+    return with_streams(groups, MORE, [[s.streams[HALF] + 1 for s in g.samples] for g in groups]), numbers
 
 
 def made(prompt_id: str, version: int = 0) -> SampleGroup:
@@ -97,6 +103,17 @@ def contents(cells: Sequence[PlannedMicroBatch], *parcels: Parcel[Portion]) -> l
         assert m.routing is not None
         ends = m.cu_seqlens.tolist()
         out += [(name, m.tokens[a:b].tolist()) for name, a, b in zip(m.samples, ends, ends[1:], strict=False)]
+    return out
+
+
+def streams(cells: Sequence[PlannedMicroBatch], *parcels: Parcel[Portion]) -> dict[str, dict[str, list[float]]]:
+    """Name of each sample of a rank's micro-batches -> its streams."""
+    out = {}
+    for m in filled(cells, [parcel.value for parcel in parcels]):
+        assert m.routing is None
+        ends = m.cu_seqlens.tolist()
+        for name, a, b in zip(m.samples, ends, ends[1:], strict=False):
+            out[name] = {of: x[a:b].tolist() for of, x in m.streams.items()}
     return out
 
 
@@ -155,7 +172,7 @@ class Loop:
         (batch,) = Packer(dp_size=1, max_tokens=64).steps(groups, [[1.0, -1.0]] * len(groups))
         assert isinstance(batch, PlannedBatch)
         self.before_pull(self.step)
-        pulled = await self.workers.pull(batch, [PLACE])
+        pulled = await HeldValues(self.workers).pull(batch, [PLACE])
         for name, tokens in await self.fill(batch.grid[0], pulled.portions[PLACE]):
             prompt, index = name.split("/")
             assert tokens == made(prompt).samples[int(index)].token_ids[:-1].tolist()

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
+from miles_like.algorithms.advantages.parts import InParts, OfSamples, Placed
 from miles_like.algorithms.advantages.rewards import finite_rewards
 from miles_like.algorithms.advantages.tokens import Tokens
 from miles_like.algorithms.terms.kl import Estimator, kl_estimate
-from miles_like.protocols import AdvantageFn
+from miles_like.protocols import AdvantageFn, Numbers
 from miles_like.types import REFERENCE, SampleGroup
 
 
@@ -41,24 +43,40 @@ def token_rewards(tokens: Tokens, penalty: KlPenalty | None) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Penalized:
+class Penalized(InParts):
     """Sample-level advantages of rewards minus the sum of the token penalties, as in trl's RLOO and verl."""
 
     advantage: AdvantageFn
     penalty: KlPenalty
+    places: ClassVar[bool] = False
 
-    def __call__(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
+    def measure(self, groups: Sequence[SampleGroup]) -> tuple[Sequence[SampleGroup], Sequence[Sequence[Numbers]]]:
+        """The sum of each sample's penalties, in reward units."""
         tokens = Tokens.of(groups)
-        penalties = iter(tokens.per_sample(self.penalty.per_token(tokens)).tolist())
-        return self.advantage(
-            [
-                replace(
-                    group,
-                    samples=tuple(
-                        replace(s, reward=reward - next(penalties))
-                        for s, reward in zip(group.samples, finite_rewards(group), strict=True)
-                    ),
-                )
-                for group in groups
-            ]
+        sums = iter(tokens.per_sample(self.penalty.per_token(tokens)).tolist())
+        return groups, [[(next(sums),) for _ in g.samples] for g in groups]
+
+    def decide(
+        self, groups: Sequence[SampleGroup], numbers: Sequence[Sequence[Numbers]]
+    ) -> Sequence[Sequence[Numbers]]:
+        return OfSamples(self.advantage).decide(_reduced(groups, numbers), [])
+
+    def place(self, groups: Sequence[SampleGroup], decided: Sequence[Sequence[Numbers]]) -> Placed:
+        return OfSamples(self.advantage).place(groups, decided)
+
+    def __call__(self, groups: Sequence[SampleGroup]) -> Placed:
+        """Also of a user's `advantage`, which may give [S] a sample."""
+        return self.advantage(_reduced(*self.measure(groups)))
+
+
+def _reduced(groups: Sequence[SampleGroup], penalties: Sequence[Sequence[Numbers]]) -> list[SampleGroup]:
+    return [
+        replace(
+            group,
+            samples=tuple(
+                replace(s, reward=reward - penalty)
+                for s, reward, (penalty,) in zip(group.samples, finite_rewards(group), of_group, strict=True)
+            ),
         )
+        for group, of_group in zip(groups, penalties, strict=True)
+    ]

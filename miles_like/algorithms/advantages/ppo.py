@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from miles_like.algorithms.advantages.parts import OfTokens
 from miles_like.algorithms.advantages.penalty import KlPenalty, token_rewards
-from miles_like.algorithms.advantages.tokens import Tokens, whiten
+from miles_like.algorithms.advantages.tokens import Tokens
 from miles_like.types import VALUES, SampleGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gae:
+class Gae(OfTokens):
     """A_t = sum over l of (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t (GAE, arXiv:1506.02438
     eq. 16), then whitened over all loss tokens of the rollout, as in common PPO implementations.
 
@@ -28,19 +29,15 @@ class Gae:
     gae_lambda: float
     penalty: KlPenalty | None
 
-    def __call__(self, groups: Sequence[SampleGroup]) -> list[list[Tensor]]:
-        """For each group [G] of [S] fp32; raises ValueError for a reward that is missing or not finite, and for a
-        sample without a needed stream."""
-        tokens = Tokens.of(groups)
-        return tokens.by_sample(whiten(self._estimate(tokens)))
-
     def returns(self, groups: Sequence[SampleGroup]) -> list[list[Tensor]]:
-        """The critic's targets, A_t + V_t with A before whitening (TD(lambda)); shapes and errors as above."""
+        """The critic's targets, A_t + V_t with A before whitening (TD(lambda)): for each group [G] of [S] fp32. Raises
+        as `estimate`."""
         tokens = Tokens.of(groups)
-        return tokens.by_sample(self._estimate(tokens) + tokens.stream(VALUES))
+        return tokens.by_sample(self.estimate(tokens) + tokens.stream(VALUES))
 
-    def _estimate(self, tokens: Tokens) -> Tensor:
-        """[R] fp64."""
+    def estimate(self, tokens: Tokens) -> Tensor:
+        """[R] fp64; raises ValueError for a reward that is missing or not finite, and for a sample without a needed
+        stream."""
         values = tokens.stream(VALUES)
         deltas = token_rewards(tokens, self.penalty) + self.gamma * tokens.following(values) - values
         return tokens.discounted(deltas, self.gamma * self.gae_lambda)

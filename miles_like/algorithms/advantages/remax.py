@@ -1,16 +1,18 @@
 """ReMax: the reward of a greedy answer as the baseline.
 
-Letters: G samples a prompt, S tokens a sample, R loss tokens of all samples.
+Letters: R loss tokens of all samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from miles_like.algorithms.advantages.parts import OfTokens
 from miles_like.algorithms.advantages.penalty import KlPenalty, token_rewards
 from miles_like.algorithms.advantages.rewards import finite_rewards
 from miles_like.algorithms.advantages.tokens import Tokens
@@ -20,7 +22,7 @@ GREEDY_INDEX = 0  # of the sample that rollout/episodes/greedy.py samples at tem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remax:
+class Remax(OfTokens):
     """The reward of a sample minus that of the greedy answer to its prompt (ReMax, arXiv:2310.10505, algorithm 1); with
     a penalty each token has the sum of its reward and the later tokens', of which the last has the sample's.
 
@@ -28,14 +30,14 @@ class Remax:
     """
 
     penalty: KlPenalty | None
+    whitened: ClassVar[bool] = False
 
-    def __call__(self, groups: Sequence[SampleGroup]) -> list[list[Tensor]]:
-        """For each group [G] of [S] fp32; raises ValueError for a reward that is missing or not finite, for a group
-        without a greedy answer, and for a sample without the stream that the penalty needs."""
-        tokens = Tokens.of(groups)
+    def estimate(self, tokens: Tokens) -> Tensor:
+        """[R] fp64; raises ValueError for a reward that is missing or not finite, for a group without a greedy answer,
+        and for a sample without the stream that the penalty needs."""
         returns = tokens.discounted(token_rewards(tokens, self.penalty), 1.0)
-        baselines = [b for g in groups for b in [_baseline(g)] * len(g.samples)]
-        return tokens.by_sample(returns - torch.tensor(baselines, dtype=torch.float64)[tokens.owners])
+        baselines = [b for g in tokens.groups for b in [_baseline(g)] * len(g.samples)]
+        return returns - torch.tensor(baselines, dtype=torch.float64)[tokens.owners]
 
 
 def without_loss(groups: Sequence[SampleGroup]) -> list[SampleGroup]:

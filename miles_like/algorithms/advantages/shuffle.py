@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 
-def shuffle_over_batch(advantages: Sequence[Sequence[float | Tensor]], *, seed: int) -> list[list[float]]:
+def shuffle_over_batch(advantages: Sequence[Sequence[float | Tensor | None]], *, seed: int) -> list[list[float]]:
     """The advantages, shuffled over all samples of the batch: a control experiment whose gradient is noise.
 
     Groups keep their sizes. The result depends only on the seed: give a different one each step. Raises ValueError for
@@ -23,10 +23,10 @@ def shuffle_over_batch(advantages: Sequence[Sequence[float | Tensor]], *, seed: 
     return [[next(shuffled) for _ in group] for group in advantages]
 
 
-def _number(advantage: float | Tensor) -> float:
-    if isinstance(advantage, Tensor):
+def _number(advantage: float | Tensor | None) -> float:
+    if advantage is None or isinstance(advantage, Tensor):
         raise ValueError(
-            f"token-level advantages, here of {len(advantage)} tokens, cannot be shuffled over samples of different "
-            "lengths: set algorithm.shuffle_advantages = false, or algorithm.advantage to a sample-level one"
+            "token-level advantages cannot be shuffled over samples of different lengths: set "
+            "algorithm.shuffle_advantages = false, or algorithm.advantage to a sample-level one"
         )
     return advantage

@@ -6,8 +6,10 @@ loss token: an environment's tokens, which the policy did not choose, are skippe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,10 +81,17 @@ class Tokens:
         """[R] -> [samples] sums."""
         return values.new_zeros(len(self.lengths)).index_add(0, self.owners, values)
 
-    def by_sample(self, values: Tensor) -> list[list[Tensor]]:
-        """[R] -> for each group [G] of [S] fp32, 0 outside the loss mask."""
-        flat = torch.zeros(len(self.mask))
-        flat[self.mask] = values.float()
+    def moments(self, values: Tensor) -> list[list[Moments]]:
+        """[R] -> for each group [G]."""
+        counts, totals = self.counts.double(), self.per_sample(values)
+        spreads = self.per_sample((values - (totals / counts.clamp(min=1))[self.owners]).square())
+        found = iter([Moments(*m) for m in zip(counts.tolist(), totals.tolist(), spreads.tolist(), strict=True)])
+        return [[next(found) for _ in g.samples] for g in self.groups]
+
+    def by_sample(self, values: Tensor, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+        """[R] -> for each group [G] of [S] of `dtype`, 0 outside the loss mask."""
+        flat = torch.zeros(len(self.mask), dtype=dtype)
+        flat[self.mask] = values.to(dtype)
         parts = iter(torch.split(flat, self.lengths)) if self.lengths else iter(())
         return [[next(parts) for _ in g.samples] for g in self.groups]
 
@@ -90,8 +99,31 @@ class Tokens:
         return torch.cat(streams)[self.mask].double() if streams else torch.zeros(0, dtype=torch.float64)
 
 
-def whiten(values: Tensor) -> Tensor:
-    """[R]: minus their mean, divided by their (n - 1) standard deviation; zeros for fewer than two values."""
-    if len(values) < 2:
-        return torch.zeros_like(values)
-    return (values - values.mean()) / (values.var() + WHITEN_EPS).sqrt()
+class Moments(NamedTuple):
+    """Of the values of a sample's loss tokens."""
+
+    tokens: float
+    total: float
+    spread: float  # sum of squares about their mean
+
+
+class Whitening(NamedTuple):
+    """Minus the mean, divided by the (n - 1) standard deviation, of all values of a rollout."""
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, moments: Sequence[Moments]) -> Whitening:
+        """From those of all samples; which of them are measured together, and their order, changes no bit. Of a single
+        value it makes zero."""
+        some = [m for m in moments if m.tokens]
+        n = sum(m.tokens for m in some)
+        mean = math.fsum(m.total for m in some) / max(n, 1)
+        apart = [m.tokens * (m.total / m.tokens - mean) ** 2 for m in some]
+        spread = math.fsum([*apart, *(m.spread for m in some)])
+        return cls(mean, math.sqrt(spread / max(n - 1, 1) + WHITEN_EPS))
+
+    def of_values(self, values: Tensor) -> Tensor:
+        """[R] fp64"""
+        return (values - self.mean) / self.deviation

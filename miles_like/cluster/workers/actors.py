@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ from miles_like.batch.parcel import Parcel
 from miles_like.cluster.actors import Process
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.run_nodes import RunNodes
-from miles_like.cluster.workers.holder import Wanted
-from miles_like.cluster.workers.pool import WorkerEnded
+from miles_like.cluster.workers.link import SentLostError, WorkerEnded
 from miles_like.cluster.workers.worker import RolloutWorker, SamplingFactory
 from miles_like.nodes.waits import error_message
-from miles_like.types import ColumnsLostError, PlannedMicroBatch, SampleGroup
-from routing_replay.align import ShardSpec
+from miles_like.records import ColumnsLostError
+from miles_like.types import SampleGroup
 
 
 class ObjectStore:
@@ -47,19 +46,13 @@ class _Worker(Process):
     async def call(self, method: str, arguments: Sequence[Any]) -> Any:
         return await getattr(self._worker, method)(*arguments)
 
-    async def portions(
-        self,
-        cells: Sequence[PlannedMicroBatch],
-        wanted: Mapping[str, Wanted],
-        parts: Sequence[ShardSpec],
-        replayed: bool,
-    ) -> tuple[Any, ...]:
-        """The bytes of routes of each part, or the error; then a parcel for each part."""
+    async def exchange(self, method: str, arguments: Sequence[Any], count: int, *sent: Parcel[Any]) -> Any:
+        """The answer, or the error; then `count` parcels."""
         try:
-            found = await self._worker.portions(cells, wanted, parts, replayed)
+            answer, values = await getattr(self._worker, method)([parcel.value for parcel in sent], *arguments)
         except (ColumnsLostError, RuntimeError, ValueError) as e:
-            return (e, *[None] * len(parts))
-        return ([p.route_bytes for p in found], *[Parcel(p) for p in found])
+            answer, values = e, [None] * count
+        return (answer, *map(Parcel, values)) if count else answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +67,16 @@ class ActorLink:
     def send(self, method: str, *arguments: Any) -> None:
         self.actor.call.remote(method, arguments)
 
-    async def portions(
-        self,
-        cells: Sequence[PlannedMicroBatch],
-        wanted: Mapping[str, Wanted],
-        parts: Sequence[ShardSpec],
-        replayed: bool,
-    ) -> tuple[Sequence[Any], Sequence[int | None]]:
-        ask = self.actor.portions.options(num_returns=1 + len(parts))
-        status, *parcels = ask.remote(cells, wanted, parts, replayed)
-        found = await _answer(status)
-        if isinstance(found, Exception):
-            raise found
-        return parcels, found
+    async def exchange(
+        self, method: str, *arguments: Any, sent: Sequence[Any] = (), count: int = 0
+    ) -> tuple[Any, Sequence[Any]]:
+        ask = self.actor.exchange.options(num_returns=1 + count)
+        found = ask.remote(method, arguments, count, *sent)
+        status, *parcels = found if count else [found]
+        answer = await _answer(status)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer, parcels
 
     def end(self) -> None:
         ray.kill(self.actor)
@@ -101,6 +91,8 @@ async def _answer(reference: Any) -> Any:
         raise RuntimeError(f"a rollout worker: {error_message(e)}") from None
     except RayActorError:
         raise WorkerEnded("its process was killed, or its node is gone") from None
+    except ObjectLostError as e:
+        raise SentLostError(type(e).__name__) from None
     except RayError as e:
         raise RuntimeError(f"a rollout worker: {error_message(e)}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -11,7 +12,9 @@ from torch import Tensor
 from miles_like.batch.packing import check_routes
 from miles_like.batch.parcel import Parcel
 from miles_like.batch.portion import Portion, portion_of
-from miles_like.types import ColumnsLostError, PlannedMicroBatch, Sample, SampleGroup, SampleRecord
+from miles_like.loop.old_tokens import losses_of, masked
+from miles_like.records import ColumnsLostError, PlannedMicroBatch, RecordGroup, SampleRecord
+from miles_like.types import Sample, SampleGroup
 from routing_replay.align import ShardSpec
 
 
@@ -26,21 +29,38 @@ class Objects(Protocol):
 
 
 class Wanted(NamedTuple):
-    """A sample in a batch: where a holder finds it."""
+    """A sample in a batch: where a holder finds it, and what of it has a loss."""
 
     key: int
     sample: int  # its index in the group
     checksum: int
+    oldest: int  # as in SampleRecord
+
+
+class AskedRow(NamedTuple):
+    """What a holder is asked for the row of a planned batch."""
+
+    cells: Sequence[PlannedMicroBatch]
+    wanted: Mapping[str, Wanted]  # by their names in `cells`, at least one
+    parts: Sequence[ShardSpec]
+    replayed: bool  # as in PlannedBatch
+    only: Sequence[str] | None  # as in PlannedBatch
+
+
+Columns = Mapping[str, Tensor]  # streams of a sample, and its CANDIDATES
+CANDIDATES = "candidates"
 
 
 class ColumnHolder:
-    """The groups of one worker. number: of the worker, in records."""
+    """The groups of one worker, and columns that were added to their samples since. number: of the worker, in
+    records."""
 
     def __init__(self, number: int, objects: Objects) -> None:
         self.number = number
         self._objects = objects
         self._held: dict[int, Any] = {}  # key -> reference
         self._bytes: dict[int, int] = {}
+        self._added: dict[int, dict[int, dict[str, Tensor]]] = {}  # key -> index of a sample -> its columns
         self._next = 0
 
     @property
@@ -69,6 +89,7 @@ class ColumnHolder:
         for key in keys:
             self._held.pop(key, None)
             self._bytes.pop(key, None)
+            self._added.pop(key, None)
 
     def references(self, keys: Iterable[int]) -> Mapping[int, Any]:
         """The references of groups, which keep them alive after `free`. Raises ColumnsLostError."""
@@ -85,24 +106,31 @@ class ColumnHolder:
         except LookupError as e:
             raise self._lost(key, str(e)) from None
 
-    def portions(
-        self,
-        cells: Sequence[PlannedMicroBatch],
-        wanted: Mapping[str, Wanted],
-        parts: Sequence[ShardSpec],
-        *,
-        replayed: bool,
-    ) -> list[Portion]:
-        """For each of `parts` of a row, what its ranks need of the samples `wanted`, by their names in `cells`, of
-        which there is at least one.
+    def add(self, key: int, columns: Mapping[int, Columns]) -> None:
+        """Adds columns to samples of a group, by their index, in place of those of the same names. Raises
+        ColumnsLostError for a group that is not held."""
+        self._reference(key)
+        of_group = self._added.setdefault(key, {})
+        for index, own in columns.items():
+            of_group.setdefault(index, {}).update(own)
 
-        replayed: as in `pack`. Raises ColumnsLostError for a group that is not held, RuntimeError for a sample that is
-        not the one of the record, and ValueError as `check_routes` and `portion_of`.
+    def values(self, groups: Sequence[RecordGroup]) -> list[SampleGroup]:
+        """The groups of records as a process without workers has them: with all columns, and with the rewards and the
+        loss tokens of the records. Raises as `portions`."""
+        held = self._all(g.samples[0].key for g in groups)
+        return [replace(of_records(g, self._whole(held[g.samples[0].key], g)), prompt=g.prompt) for g in groups]
+
+    def portions(self, asked: AskedRow) -> list[Portion]:
+        """For each part of the row what its ranks need of the samples.
+
+        Raises ColumnsLostError for a group that is not held, RuntimeError for a sample that is not the one of the
+        record, and ValueError as `check_routes` and `portion_of`.
         """
-        groups = self._all(dict.fromkeys(of.key for of in wanted.values()))
-        samples = {name: self._found(groups[of.key], of) for name, of in wanted.items()}
-        check_routes(list(samples.values()), replayed=replayed)
-        found = [portion_of(cells, samples, part) for part in parts]
+        groups = self._all(dict.fromkeys(of.key for of in asked.wanted.values()))
+        samples = {name: self._found(groups[of.key], of) for name, of in asked.wanted.items()}
+        if asked.only is None:
+            check_routes(list(samples.values()), replayed=asked.replayed)
+        found = [portion_of(asked.cells, samples, part, asked.only) for part in asked.parts]
         return [portion for portion in found if portion is not None]
 
     def _all(self, keys: Iterable[int]) -> dict[int, SampleGroup]:
@@ -125,7 +153,16 @@ class ColumnHolder:
                 f"rollout worker {self.number}: sample {of.sample} of prompt {group.prompt.id!r} {what}: its memory "
                 "was changed; resume from the last checkpoint"
             )
-        return sample
+        return self._with_added(of.key, masked(sample, of.oldest))
+
+    def _whole(self, group: SampleGroup, records: RecordGroup) -> SampleGroup:
+        samples = (self._found(group, Wanted(r.key, r.index, r.checksum, r.oldest)) for r in records.samples)
+        return replace(group, samples=tuple(samples))
+
+    def _with_added(self, key: int, sample: Sample) -> Sample:
+        columns = dict(self._added.get(key, {}).get(sample.index, {}))
+        candidates = columns.pop(CANDIDATES, sample.candidates)
+        return replace(sample, streams={**sample.streams, **columns}, candidates=candidates) if columns else sample
 
     def _record(self, s: Sample, key: int) -> SampleRecord:
         return SampleRecord(
@@ -141,6 +178,7 @@ class ColumnHolder:
             holder=self.number,
             key=key,
             checksum=checksum_of(s),
+            losses=losses_of(s),
         )
 
     def _reference(self, key: int) -> Any:
@@ -150,6 +188,26 @@ class ColumnHolder:
 
     def _lost(self, key: int, why: str) -> ColumnsLostError:
         return ColumnsLostError(f"rollout worker {self.number} has lost group {key}: {why}", [(self.number, key)])
+
+
+def of_records(records: RecordGroup, group: SampleGroup) -> SampleGroup:
+    """The samples with the rewards and the loss tokens of their records: overlong shaping may have reduced rewards, and
+    some samples, or old tokens, are not trained."""
+    by_index = {r.index: r for r in records.samples}
+
+    def of(s: Sample, r: SampleRecord) -> Sample:
+        s = replace(masked(s, r.oldest), reward=r.reward, reward_parts=r.reward_parts)
+        return s if r.response_len else s.without_loss()
+
+    return replace(group, samples=tuple(of(s, by_index[s.index]) for s in group.samples))
+
+
+def added(before: Sample, after: Sample) -> Columns:
+    """The columns of `after` that `before` has not."""
+    out = {name: x for name, x in after.streams.items() if before.streams.get(name) is not x}
+    if after.candidates is not None and after.candidates is not before.candidates:
+        out[CANDIDATES] = after.candidates
+    return out
 
 
 def sample_bytes(sample: Sample) -> int:

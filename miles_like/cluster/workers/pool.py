@@ -16,52 +16,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from miles_like.batch.parcel import refuse_parcels
-from miles_like.cluster.rank import Place
-from miles_like.cluster.trainer_ranks import Pulled
-from miles_like.cluster.workers.holder import Wanted, keys_of
-from miles_like.cluster.workers.worker import Done, Restored
+from miles_like.cluster.workers.holder import keys_of
+from miles_like.cluster.workers.link import Link, WorkerEnded
+from miles_like.cluster.workers.rounds import ScoredRound
+from miles_like.cluster.workers.worker import Next, Restored
 from miles_like.loop.buffer import LOST
-from miles_like.types import (
-    ColumnsLostError,
-    PlannedBatch,
-    PlannedMicroBatch,
-    Prompt,
-    RecordGroup,
-    SampleGroup,
-    SampleRecord,
-    SamplingParams,
-)
+from miles_like.records import ColumnsLostError, RecordGroup, SampleRecord
+from miles_like.types import Prompt, SampleGroup, SamplingParams
 from rollout.concurrency import all_or_first_error
-from routing_replay.align import ShardSpec
 
 GROUPS_FOLDER = "groups"  # of a checkpoint: a file of each worker
-
-
-class WorkerEnded(RuntimeError):
-    """The process of a rollout worker has ended, or its node has."""
-
-
-class Link(Protocol):
-    """How the calls reach a worker, which may begin them in another order."""
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """The worker's answer, or what it raised. Raises WorkerEnded."""
-
-    def send(self, method: str, *arguments: Any) -> None:
-        """Without an answer."""
-
-    async def portions(
-        self,
-        cells: Sequence[PlannedMicroBatch],
-        wanted: Mapping[str, Wanted],
-        parts: Sequence[ShardSpec],
-        replayed: bool,
-    ) -> tuple[Sequence[Any], Sequence[int | None]]:
-        """Of each part: a reference to the parcel of its portion, and the bytes of its routes (None: it has none).
-        Raises as `call`."""
-
-    def end(self) -> None:
-        """Ends the process."""
 
 
 @dataclass(slots=True)
@@ -85,7 +49,7 @@ class StartWorker(Protocol):
 
 @dataclass(kw_only=True)
 class RolloutWorkers:
-    """The workers of a run: its GroupSampler, and the ColumnSource of its trainer.
+    """The workers of a run: its GroupSampler.
 
     tokens: bound on the tokens of a prompt's samples. bound: bytes of held values from which no further prompts are
     admitted. restarts: of workers in all. lost: called with the number of a worker that has ended.
@@ -104,6 +68,7 @@ class RolloutWorkers:
     _writing: asyncio.Task[None] | None = None
     _sent: asyncio.Task[None] | None = None  # the last call about servers
     _restarting: set[asyncio.Task[None]] = field(default_factory=set)
+    _suspensions: int = 0  # contexts of `suspended` that are entered now
 
     async def begin(self) -> None:
         """Starts all workers; from now until `close` this process cannot open what they hold. Raises RuntimeError where
@@ -127,8 +92,9 @@ class RolloutWorkers:
         for i, prompt in enumerate(prompts):
             shares.setdefault(await self._assign(prompt), []).append(i)
         found: asyncio.Queue[tuple[int, SampleGroup] | BaseException] = asyncio.Queue()
+        scored = ScoredRound(prompts, len(shares))
         tasks = [
-            asyncio.create_task(self._share(self._workers[slot], round_index, prompts, places, found))
+            asyncio.create_task(self._share(self._workers[slot], round_index, prompts, places, found, scored))
             for slot, places in shares.items()
         ]
         try:
@@ -138,6 +104,7 @@ class RolloutWorkers:
                     raise one
                 yield one
         finally:
+            scored.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
@@ -151,13 +118,17 @@ class RolloutWorkers:
         prompts: Sequence[Prompt],
         places: Sequence[int],
         found: asyncio.Queue[tuple[int, SampleGroup] | BaseException],
+        scored: ScoredRound,
     ) -> None:
-        call, left = next(self._calls), set(range(len(places)))
+        call, left, asked = next(self._calls), set(range(len(places))), False
         try:
             await worker.link.call("begin", call, round_index, [prompts[i] for i in places])
             while left:
-                complete: Sequence[Done] = await worker.link.call("next", call)
-                for done in complete:
+                now: Next = await worker.link.call("next", call)
+                if now.asks:
+                    asked = True
+                    await scored.asks(worker, call)
+                for done in now.done:
                     left.remove(done.place)
                     worker.held |= {s.key: done.nbytes for s in done.samples[:1]}
                     prompt = prompts[places[done.place]]
@@ -173,6 +144,8 @@ class RolloutWorkers:
         except Exception as e:
             found.put_nowait(e)
         finally:
+            if not asked:
+                scored.ends()
             worker.load -= sum(self.tokens(prompts[places[i]]) for i in left)
             if not worker.ended:
                 worker.link.send("end", call)
@@ -255,6 +228,8 @@ class RolloutWorkers:
         number = next(self._numbers)
         try:
             link = await self.start(slot, number)
+            for _ in range(self._suspensions):
+                await link.call("suspend")
         except RuntimeError as e:
             self.say(f"Rollout worker {slot} was not started again, and others take its prompts: {e}")
             return
@@ -279,45 +254,27 @@ class RolloutWorkers:
 
     # ---- values of tokens
 
-    async def pull(self, batch: PlannedBatch, places: Sequence[Place]) -> Pulled:
-        """As ColumnSource."""
-        rows: dict[int, list[ShardSpec]] = {}
-        for row, part in places:
-            rows.setdefault(row, []).append(part)
-        calls = [
-            (row, holder, wanted, parts)
-            for row, parts in rows.items()
-            for holder, wanted in _by_holder(batch, batch.grid[row]).items()
-        ]
-        found = await all_or_first_error(
-            self._portions(holder, batch.grid[row], wanted, parts, batch.replayed)
-            for row, holder, wanted, parts in calls
-        )
-        portions: dict[Place, list[Any]] = {place: [] for place in places}
-        sizes = list[int]()
-        for (row, _, _, parts), (references, route_bytes) in zip(calls, found, strict=True):
-            for part, reference, nbytes in zip(parts, references, route_bytes, strict=True):
-                portions[row, part].append(reference)
-                sizes += [] if nbytes is None else [nbytes]
-        return Pulled(portions, sum(sizes) if sizes else None)
-
-    async def _portions(
+    async def exchange(
         self,
         holder: int,
-        cells: Sequence[PlannedMicroBatch],
-        wanted: Mapping[str, Wanted],
-        parts: Sequence[ShardSpec],
-        replayed: bool,
-    ) -> tuple[Sequence[Any], Sequence[int | None]]:
-        worker = self._of(holder)
-        keys = {(holder, of.key) for of in wanted.values()}
-        if worker is None:
-            raise ColumnsLostError(f"rollout worker {holder} has ended, which held {len(keys)} groups", keys)
+        keys: Collection[int],
+        method: str,
+        *arguments: Any,
+        sent: Sequence[Any] = (),
+        count: int = 0,
+    ) -> tuple[Any, Sequence[Any]]:
+        """As `Link.exchange`, with the worker that holds the groups `keys`. Raises ColumnsLostError where it has
+        ended."""
+        lost = ColumnsLostError(
+            f"rollout worker {holder} has ended, which held {len(set(keys))} groups", [(holder, key) for key in keys]
+        )
+        if (worker := self._of(holder)) is None:
+            raise lost
         try:
-            return await worker.link.portions(cells, wanted, parts, replayed)
+            return await worker.link.exchange(method, *arguments, sent=sent, count=count)
         except WorkerEnded as e:
             self._ended(worker, str(e))
-            raise ColumnsLostError(f"rollout worker {holder} has ended, which held {len(keys)} groups", keys) from None
+            raise lost from None
 
     def release(self, groups: Collection[SampleGroup]) -> None:
         """Frees the values of groups that are trained or discarded, once their rollouts are written."""
@@ -335,8 +292,7 @@ class RolloutWorkers:
                     worker.held.pop(key, None)
 
     def write_rollouts(self, path: Path, groups: Sequence[SampleGroup]) -> None:
-        """As `report.metrics.write_rollouts`, by the workers: the lines of the first one, then the next one's. `wrote`
-        waits for it."""
+        """As `report.metrics.write_rollouts`, by the workers. `wrote` waits for it."""
         self._writing = asyncio.create_task(self._write(path, groups, self._writing))
 
     async def wrote(self) -> None:
@@ -348,16 +304,32 @@ class RolloutWorkers:
     async def _write(self, path: Path, groups: Sequence[SampleGroup], before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await before
-        first = True
-        for number in sorted({s.holder for s in _firsts(groups)}):
-            own = [g for g in groups if any(s.holder == number for s in _firsts([g]))]
-            if (worker := self._of(number)) is None:
-                continue
-            try:
-                await worker.link.call("write_rollouts", path, own, first)
-                first = False
-            except WorkerEnded as e:
-                self._ended(worker, str(e))
+        own: dict[int, list[SampleGroup]] = {}
+        for of in _firsts(groups):
+            own.setdefault(of.holder, [])
+        for group in groups:
+            for of in _firsts([group]):
+                own[of.holder].append(group)
+        files = {n: path if len(own) == 1 else path.with_name(f".{path.name}.{n}") for n in own}
+        found = await all_or_first_error(self._write_part(n, files[n], of_worker) for n, of_worker in own.items())
+        written = [n for n, done in zip(own, found, strict=True) if done]
+        if len(own) > 1 and written:
+            lines = [(written.index(of.holder), n) for of, n in _counted(groups) if of.holder in written]
+            await self._tried(written[0], "join_rollouts", path, [files[n] for n in written], lines)
+
+    async def _write_part(self, number: int, path: Path, groups: Sequence[SampleGroup]) -> bool:
+        return await self._tried(number, "write_rollouts", path, groups)
+
+    async def _tried(self, number: int, method: str, *arguments: Any) -> bool:
+        """Whether the worker of that number has done it: False for one that has ended."""
+        if (worker := self._of(number)) is None:
+            return False
+        try:
+            await worker.link.call(method, *arguments)
+        except WorkerEnded as e:
+            self._ended(worker, str(e))
+            return False
+        return True
 
     async def held(self) -> Mapping[int, Sequence[int]]:
         """Number of each worker -> keys of the groups that it holds."""
@@ -368,30 +340,25 @@ class RolloutWorkers:
 
     @asynccontextmanager
     async def suspended(self) -> AsyncIterator[None]:
-        """As `PartialRollouts.suspended`, of all workers."""
-        await self._all("suspend")
+        """As `PartialRollouts.suspended`, of all workers, and of those that take the place of others meanwhile."""
+        self._suspensions += 1
         try:
+            await self._all("suspend")
             yield
         finally:
+            self._suspensions -= 1
             await self._all("resume")
 
     async def boundary(self, complete: Mapping[str, SampleGroup]) -> None:
         """Lets each worker remember its groups at the boundary of two steps; `complete`: by their keys in a
         checkpoint."""
         await self.wrote()
-        own: dict[int, dict[str, Sequence[SampleRecord]]] = {w.number: {} for w in self._workers if not w.ended}
+        own: dict[int, dict[str, SampleGroup]] = {w.number: {} for w in self._workers if not w.ended}
         for name, group in complete.items():
             for s in _firsts([group]):
                 if s.holder in own:
-                    own[s.holder][name] = [r for r in group.samples if isinstance(r, SampleRecord)]
-        await all_or_first_error(self._remember(number, groups) for number, groups in own.items())
-
-    async def _remember(self, number: int, groups: Mapping[str, Sequence[SampleRecord]]) -> None:
-        if (worker := self._of(number)) is not None:
-            try:
-                await worker.link.call("boundary", groups)
-            except WorkerEnded as e:
-                self._ended(worker, str(e))
+                    own[s.holder][name] = group
+        await all_or_first_error(self._tried(number, "boundary", groups) for number, groups in own.items())
 
     async def write(self, folder: Path) -> dict[str, str]:
         """Writes the groups of the last boundary into a checkpoint's folder: file -> SHA-256. Groups of a worker that
@@ -458,10 +425,6 @@ def _firsts(groups: Collection[SampleGroup]) -> list[SampleRecord]:
     return [s for g in groups for s in g.samples[:1] if isinstance(s, SampleRecord)]
 
 
-def _by_holder(batch: PlannedBatch, cells: Sequence[PlannedMicroBatch]) -> dict[int, dict[str, Wanted]]:
-    """Holder -> the samples that it has in a row, under their names there."""
-    out: dict[int, dict[str, Wanted]] = {}
-    for name in dict.fromkeys(name for cell in cells for name in cell.samples):
-        of = batch.records[name]
-        out.setdefault(of.holder, {})[name] = Wanted(of.key, of.index, of.checksum)
-    return out
+def _counted(groups: Collection[SampleGroup]) -> list[tuple[SampleRecord, int]]:
+    """A record of each group, and the number of its samples."""
+    return [(s, len(g.samples)) for g in groups for s in _firsts([g])]

@@ -66,7 +66,9 @@ class LaunchedServer(AnyServer):
                 "engine": self.engine or ("sglang" if gpus and run.engine == "sglang" else "embedded"),
                 "servers": 1,
                 "sglang": flags.model_copy(update=never | {"python": flags.python or own.python}),
-                "embedded": run.embedded.model_copy(update={"return_gates": False, "tp_size": 1, "ep_size": 1}),
+                "embedded": run.embedded.model_copy(
+                    update={"device": "cpu", "return_gates": False, "tp_size": 1, "ep_size": 1}
+                ),
             }
         )
 

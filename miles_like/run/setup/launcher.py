@@ -20,6 +20,7 @@ from miles_like.protocols import LossFn
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.run_cluster import RunCluster
+from miles_like.run.setup.teachers import TeacherPlaces
 from miles_like.run.setup.worker_side import worker_recipe, worker_slots, workers_of
 
 
@@ -78,9 +79,11 @@ class Launcher:
         launches = [(slot, rollout.launch(slot, version, routing=routing)) for slot in plan.placement.of("rollout")]
         return RayServers(launches, self.nodes(plan), plan.logs, plan.placement.ports_of("rollout"))
 
-    def workers(self, rollout: RolloutSide, urls: Sequence[str], *, goes_on: bool) -> StartWorker | None:
-        """What starts the run's rollout workers for the servers at `urls`; None: the driver samples. goes_on: as in
-        `WorkerRecipe`."""
+    def workers(
+        self, rollout: RolloutSide, urls: Sequence[str], teachers: TeacherPlaces, *, goes_on: bool
+    ) -> StartWorker | None:
+        """What starts the run's rollout workers for the servers at `urls`; None: the driver samples. teachers, goes_on:
+        as in `WorkerRecipe`."""
         plan, n = rollout.plan, workers_of(rollout.plan)
         if not n:
             return None
@@ -89,7 +92,7 @@ class Launcher:
             nodes=self.nodes(plan),
             slots=[slot for slot, _ in slots],
             urls=[[urls[s] for s in own] for _, own in slots],
-            factory=worker_recipe(rollout, goes_on=goes_on),
+            factory=worker_recipe(rollout, urls, teachers, goes_on=goes_on),
             logs=plan.logs,
         )
 

@@ -16,12 +16,15 @@ from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.layout import check_layout
 from megatron_bridge.plan.precision import served_spec
 from megatron_bridge.plan.resolve import Resolved, resolve, trained_config
+from miles_like.algorithms.distillation import with_teachers
+from miles_like.algorithms.registry import make_algorithm
 from miles_like.alignment.allowance import agreement_bounds
 from miles_like.cluster.placement import PlacementPlan, plan_placement
 from miles_like.config.ranks import critic_config, reference_config, trainer_config
 from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import HFCheckpoint, read_config
 from miles_like.hf.tokenizer import load_tokenizer
+from miles_like.protocols import Algorithm
 from miles_like.run.setup.engine_support import check_engine
 from miles_like.supervised.data import EndingTokenizer
 from quant.hf_config import quantized_config, spec_from_hf
@@ -176,3 +179,8 @@ def model_plan(config: RunConfig, run_dir: Path, served: Path, weights: Path) ->
         placement=plan_placement(config.cluster, config.parallel, config.servers, config.teacher_rollouts),
         tokenizer=run_tokenizer(served),
     )
+
+
+def run_algorithm(config: RunConfig) -> Algorithm:
+    """The configured algorithm; with distillation, extended by the advantage or loss of the teachers."""
+    return with_teachers(make_algorithm(config.algorithm, config.correction, config.mismatch), config.distillation)

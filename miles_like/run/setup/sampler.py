@@ -9,12 +9,19 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from miles_like.protocols import RewardFn, RolloutEngine
+from miles_like.protocols import Algorithm, RewardFn, RolloutEngine
 from miles_like.run.setup.rollout_side import RolloutSide
-from miles_like.types import Prompt, SampleGroup
-from rollout.episodes.greedy import greedy_seed
+from miles_like.types import GREEDY, Prompt, SampleGroup
+from rollout.episodes.greedy import GreedyFirst, greedy_seed
 from rollout.episodes.groups import groups_as_completed
 from rollout.episodes.partial import PartialRollouts
+from rollout.episodes.runner import EpisodeRunner
+
+
+def answering(runner: EpisodeRunner, engine: RolloutEngine, algorithm: Algorithm) -> RolloutEngine:
+    """The engine that makes the samples of a run; `engine` samples their tokens."""
+    episodes = runner.wrap(engine)
+    return GreedyFirst(episodes) if GREEDY in algorithm.needs else episodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -31,6 +31,7 @@ from miles_like.config.sections.distillation import (
 )
 from miles_like.config.sections.make import MakeConfig
 from miles_like.experience.teachers import (
+    MovedScores,
     PromptOf,
     ServerTeacher,
     Teacher,
@@ -47,11 +48,18 @@ from miles_like.pipeline.fetch import describe, fetch, source_inputs, visible_fi
 from miles_like.pipeline.stages import Stage, run_stages
 from miles_like.protocols import Trainer
 from miles_like.run.setup.model_plan import RunTokenizer
-from miles_like.run.setup.rollout_side import teacher_launch, teacher_model
+from miles_like.run.setup.rollout_side import RolloutSide, teacher_launch, teacher_model
 from miles_like.storage.completion import Output, files_under, input_key
 from miles_like.types import REFERENCE, Prompt
 from rollout.server_key import ServerKey, read_key
 from rollout.sglang.client import ServerClient, SGLangClient
+
+
+class TeacherPlaces(NamedTuple):
+    """Where the servers of teachers are that the run has started, for rollout workers."""
+
+    urls: Mapping[str, str]
+    vocabularies: Mapping[str, int]  # tokens of each
 
 
 class RunTeachers:
@@ -114,6 +122,26 @@ class RunTeachers:
         if self._servers is not None:
             self._urls = dict(zip(self._urls, self._servers.wait(say), strict=True))
 
+    @property
+    def places(self) -> TeacherPlaces:
+        return TeacherPlaces(self._urls, self._vocabularies)
+
+    def of_worker(self, places: TeacherPlaces, rollout: Sequence[ServerClient]) -> Teachers:
+        """The teachers as a rollout worker asks them, in its process. rollout: clients of all servers of the run."""
+        self._urls, self._vocabularies = dict(places.urls), dict(places.vocabularies)
+        made: dict[str, Teacher] = {}
+        for name, config in self.section.teachers.items():
+            part = config.part
+            prompt_of = self._prompt_of(name, part)
+            if config.by_server and self.section.teaching is not None:
+                made[name] = self._server(self.section.teaching, name, part, rollout, prompt_of)
+            else:
+                made[name] = MovedScores(prompt_of=prompt_of)
+        return Teachers(made, self.section.teacher_of, top_k=self.section.top_k)
+
+    def _prompt_of(self, name: str, part: TeacherPart) -> PromptOf:
+        return partial(privileged, name, part.prompt, self.tokenizer) if isinstance(part, PromptedPolicy) else as_it_is
+
     def naming_failures(self) -> AbstractContextManager[None]:
         """As that of RayServers."""
         return nullcontext() if self._servers is None else self._servers.naming_failures()
@@ -129,11 +157,10 @@ class RunTeachers:
         teacher, and for prompts that lack a field of a teacher's template."""
         made: dict[str, Teacher] = {}
         for name, config in self.section.teachers.items():
-            part, prompt_of = config.part, as_it_is
-            if isinstance(part, PromptedPolicy):
-                prompt_of = partial(privileged, name, part.prompt, self.tokenizer)
-                for prompt in prompts:
-                    prompt_of(prompt)
+            part = config.part
+            prompt_of = self._prompt_of(name, part)
+            for prompt in prompts:
+                prompt_of(prompt)
             if config.by_server and self.section.teaching is not None:
                 made[name] = self._server(self.section.teaching, name, part, rollout, prompt_of)
             else:
@@ -167,6 +194,8 @@ class RunTeachers:
             case StartedServer() | MadeServer():
                 tokens = self._vocabularies[name]
                 ours = partial(client, log=self.run_dir / "logs" / "teachers", key=self.key, vocabulary=tokens)
+                if self._servers is None:  # a worker; the run starts the server again
+                    return replace(teacher, clients=(ours(self._urls[name]),), own=True)
                 return replace(
                     teacher,
                     started=self._started(name, ours),
@@ -267,6 +296,20 @@ class RunTeachers:
             name=stage, what=what, key=key, directory=directory, size=None, run=lambda out, _: run(out), listed=listed
         )
         return run_stages([one], [stage], self.console, fresh=False)[stage]
+
+
+def run_teachers(rollout: RolloutSide, console: Console, nodes: Callable[[], RunNodes]) -> RunTeachers:
+    """The teachers of a run. nodes: of the run."""
+    plan = rollout.plan
+    return RunTeachers(
+        plan.config,
+        plan.run_dir,
+        student=plan.hf.config,
+        tokenizer=plan.tokenizer,
+        console=console,
+        key=rollout.key,
+        nodes=nodes,
+    )
 
 
 def check_same_shapes(name: str, teacher: Mapping[str, Any], student: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from miles_like.config.run import RunConfig
 from miles_like.protocols import TrainerRanks
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.turns.order import ALL, SleepingRanks, Turns
-from miles_like.turns.users import Sampling, TurnServers, TurnTrainer
+from miles_like.turns.users import InFlight, Sampling, TurnServers, TurnTrainer
 from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.pool import EnginePool
 
@@ -45,9 +45,9 @@ class TurnTaking:
         rollout: RolloutSide,
         urls: Sequence[str],
         models: Mapping[str, SleepingRanks],
-        partial: PartialRollouts | None = None,
+        partial: InFlight | None = None,
     ) -> None:
-        """partial: the engine of the background sampling; None: nothing is sampled in the background."""
+        """partial: the background sampling; None: nothing is sampled in the background."""
         self._servers = TurnServers(clients=[rollout.sglang_client(url) for url in urls])
         if partial is None:
             partial = PartialRollouts(EnginePool(self._servers.clients))

@@ -11,20 +11,24 @@ from rich.console import Console
 
 from miles_like.algorithms.filters import make_filter
 from miles_like.cluster.placement import PlacementPlan, Slot
-from miles_like.cluster.workers.worker import Sampling
+from miles_like.cluster.run_nodes import RunNodes
+from miles_like.cluster.workers.worker import RewardOfRounds, Sampling
 from miles_like.config.run import RunConfig
 from miles_like.config.sections.reward import RewardConfig
-from miles_like.config.workers import why_no_workers
+from miles_like.experience.teachers import Teachers
+from miles_like.experience.token_work import TokenWork
 from miles_like.plugins import GIVEN
-from miles_like.rewards.load import Rewards, make_reward
-from miles_like.run.setup.model_plan import ModelPlan, model_plan
+from miles_like.rewards.load import Rewards
+from miles_like.run.setup.model_plan import ModelPlan, model_plan, run_algorithm
 from miles_like.run.setup.rollout_side import RolloutSide
-from miles_like.run.setup.sampler import EngineSampler
-from miles_like.types import Prompt, SampleGroup, SamplingParams, Unit
+from miles_like.run.setup.sampler import EngineSampler, answering
+from miles_like.run.setup.teachers import TeacherPlaces, run_teachers
+from miles_like.types import GREEDY, Prompt, SampleGroup, SamplingParams, Unit
 from rollout.episodes.groups import run_groups
 from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.pool import EnginePool
 from rollout.server_key import ServerKey
+from rollout.sglang.client import ServerClient
 
 
 def workers_of(plan: ModelPlan) -> int:
@@ -32,16 +36,14 @@ def workers_of(plan: ModelPlan) -> int:
     c = plan.config
     if c.rollout.workers is not None or c.cluster.nodes == 1:
         return c.rollout.workers or 0
-    parts = (c.algorithm, c.buffer, c.cluster, c.distillation)
-    if why_no_workers(*parts, takes_turns=c.takes_turns) is not None or rewards_need_driver(c.reward):
+    if rewards_need_driver(c.reward):
         return 0
     return len({slot.node for slot in plan.placement.of("rollout")})
 
 
 def rewards_need_driver(reward: RewardConfig) -> bool:
-    """Whether the rewards are functions that the driver alone has, or score all groups of a round at once."""
-    given = any(name.startswith(GIVEN) for name in reward.weights)
-    return given or make_reward(reward).unit is Unit.BATCH
+    """Whether the rewards are functions that the driver alone has."""
+    return any(name.startswith(GIVEN) for name in reward.weights)
 
 
 def shares_of(nodes: Sequence[int], workers: int) -> list[list[int]]:
@@ -75,7 +77,7 @@ def tokens_of(config: RunConfig) -> Callable[[Prompt], int]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecipe:
     """Makes what a worker samples with, in its process. key: of the servers. goes_on: requests of a server that does
-    not answer go to others."""
+    not answer go to others. everywhere: URLs of all servers of the run; teachers: where their servers are."""
 
     config: RunConfig
     run_dir: Path
@@ -83,6 +85,8 @@ class WorkerRecipe:
     weights: Path
     key: ServerKey
     goes_on: bool
+    everywhere: Sequence[str]
+    teachers: TeacherPlaces
 
     def __call__(self, urls: Sequence[str]) -> Sampling:
         """Raises ValueError for a reward, filter or environment that cannot be loaded."""
@@ -90,8 +94,8 @@ class WorkerRecipe:
         rollout, rewards = RolloutSide(plan=plan, key=self.key), Rewards(self.config.reward)
         pool = EnginePool([rollout.client(url) for url in urls], print if self.goes_on else None)
         partial = PartialRollouts(pool, keep_groups=not self.config.rollout.has_episode_runner)
-        runner = rollout.episode_runner()
-        engine, lost = runner.wrap(partial), print if self.goes_on else None
+        runner, algorithm = rollout.episode_runner(), run_algorithm(self.config)
+        engine, lost = answering(runner, partial, algorithm), print if self.goes_on else None
         asked = runner.wrap(EnginePool([rollout.client(url, routing=False) for url in urls], lost))
 
         async def answer(
@@ -99,24 +103,39 @@ class WorkerRecipe:
         ) -> Sequence[SampleGroup]:
             return await run_groups(asked, prompts, rewards(reward), n=n, params=params)
 
+        reward = rewards(None)
+        together = RewardOfRounds(reward) if reward.unit is Unit.BATCH else reward
+        everywhere = [rollout.client(url, routing=False) for url in self.everywhere]
+        teachers = self._teachers(rollout, everywhere)
+
         async def close() -> None:
-            for one in (rewards, engine, asked):
-                await one.close()
+            for one in (rewards, engine, asked, teachers, *everywhere):
+                if one is not None:
+                    await one.close()
 
         return Sampling(
-            sampler=EngineSampler(
-                rollout=rollout, engine=engine, partial=partial, reward=rewards(None), console=Console()
-            ),
+            sampler=EngineSampler(rollout=rollout, engine=engine, partial=partial, reward=together, console=Console()),
             partial=partial,
             engines=pool,
-            filter=make_filter(self.config.algorithm.parts.filter),
+            filter=make_filter(self.config.algorithm.parts.filter, greedy=GREEDY in algorithm.needs),
             answer=answer,
+            work=TokenWork(algorithm=algorithm, teachers=teachers),
+            reward=reward,
             close=close,
         )
 
+    def _teachers(self, rollout: RolloutSide, clients: Sequence[ServerClient]) -> Teachers | None:
+        if self.config.distillation.teaching is None:
+            return None
+        return run_teachers(rollout, Console(), _no_nodes).of_worker(self.teachers, clients)
 
-def worker_recipe(rollout: RolloutSide, *, goes_on: bool) -> WorkerRecipe:
-    """goes_on: as in WorkerRecipe."""
+
+def _no_nodes() -> RunNodes:
+    raise RuntimeError("a rollout worker starts no teacher")
+
+
+def worker_recipe(rollout: RolloutSide, urls: Sequence[str], teachers: TeacherPlaces, *, goes_on: bool) -> WorkerRecipe:
+    """urls: of all servers; teachers, goes_on: as in WorkerRecipe."""
     plan = rollout.plan
     return WorkerRecipe(
         config=plan.config,
@@ -125,4 +144,6 @@ def worker_recipe(rollout: RolloutSide, *, goes_on: bool) -> WorkerRecipe:
         weights=plan.weights.resolve(),
         key=rollout.key,
         goes_on=goes_on,
+        everywhere=urls,
+        teachers=teachers,
     )

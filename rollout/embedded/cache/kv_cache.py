@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rollout.embedded.cache.prefix_cache import PrefixCache
+from rollout.embedded.device.transfers import HOST, Transfers
 from rollout.embedded.families.architecture import Architecture
 
 
@@ -32,25 +33,30 @@ class KVCache:
         routes: bool = True,
         gates: bool = False,
         prefixes: bool = True,
+        transfers: Transfers = HOST,
     ) -> None:
         """routes, gates: whether to keep expert ids, and gate weights. prefixes: whether released pages can be found by
-        their prefix. Raises ValueError when the slots do not fill a page, and for gates without routes."""
+        their prefix. transfers: to the device that has the slots; their epochs are in host memory. Raises ValueError
+        when the slots do not fill a page, and for gates without routes."""
         if slots < page:
             raise ValueError(f"{slots} cache slots are fewer than one page of {page}: raise max_total_tokens")
         if gates and not routes:
             raise ValueError("gate weights need the expert ids: start with --enable-return-routed-experts")
-        self.page = page
+        self.page, device = page, transfers.device
         self.pages = slots // page
         n = self.pages * page
         # Zeros, so that values are finite: masked positions of a short sequence read slots that were never written.
-        self.values = [torch.zeros(n, width or arch.attention.cache_width, dtype=dtype) for _ in range(arch.layers)]
-        routing = torch.zeros(n, arch.layers, arch.routed, dtype=torch.int32)  # zeros where there is no router
+        width = width or arch.attention.cache_width
+        self.values = [torch.zeros(n, width, dtype=dtype, device=device) for _ in range(arch.layers)]
+        # zeros where there is no router
+        routing = torch.zeros(n, arch.layers, arch.routed, dtype=torch.int32, device=device)
         self.routing = routing if routes else None
-        self.gates = torch.zeros(routing.shape) if gates else None  # fp32, of the experts in `routing`
+        self.gates = torch.zeros(routing.shape, device=device) if gates else None  # fp32, of the experts in `routing`
         # epoch of the weights under which a slot's token was fed; RouteCapture maps epochs to versions
         self.epoch = 0
         self.epochs = torch.zeros(n, dtype=torch.int32)
         self.prefixes = PrefixCache(page, enabled=prefixes)
+        self._transfers = transfers
         self._free = OrderedDict.fromkeys(range(self.pages))  # in the order of allocation
         self._users = [0] * self.pages
 
@@ -108,8 +114,10 @@ class KVCache:
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copies whole pages: the last, partly filled page of a shared prompt."""
-        a, b = self.slots_of(sources), self.slots_of(targets)
+        own = self.slots_of(sources), self.slots_of(targets)
+        sent = self._transfers.send(*own)
         for t in self.tensors():
+            a, b = own if t is self.epochs else sent
             t.index_copy_(0, b, t.index_select(0, a))
 
     def tensors(self) -> list[Tensor]:
@@ -131,7 +139,7 @@ class KVCache:
     def allocate_memory(self) -> None:
         """Allocates the slots again, filled with zeros as in a new cache."""
         for t in self.tensors():
-            t.set_(torch.zeros(t.shape, dtype=t.dtype).untyped_storage(), 0, t.shape, t.stride())
+            t.set_(torch.zeros(t.shape, dtype=t.dtype, device=t.device).untyped_storage(), 0, t.shape, t.stride())
 
     def slots_of(self, pages: list[int]) -> Tensor:
         """[len(pages) * page] int64: the slots of `pages`, in order."""

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.embedded.cache.kv_cache import KVCache
+from rollout.embedded.device.transfers import HOST, Transfers
 from rollout.wire.generate import RowVersions, WireSpan
 
 
@@ -51,9 +52,9 @@ class WireRoutes(NamedTuple):
 class RouteCapture:
     """Reads routes from cache slots and maps epochs to weight versions."""
 
-    def __init__(self, cache: KVCache, version: str) -> None:
+    def __init__(self, cache: KVCache, version: str, transfers: Transfers = HOST) -> None:
         assert cache.routing is not None, "a cache that keeps no expert ids"
-        self._cache = cache
+        self._cache, self._transfers = cache, transfers
         self._versions = [version]  # of each epoch of the cache
 
     def next_epoch(self, version: str) -> None:
@@ -63,9 +64,11 @@ class RouteCapture:
         """The routes of several samples, given the slots [rows] of each, in one pass: hundreds may end in a step."""
         at, cache = torch.from_numpy(np.concatenate(slots)), self._cache
         assert cache.routing is not None
+        (there,) = self._transfers.send(at)
+        kept = [t.index_select(0, there) for t in (cache.routing, cache.gates) if t is not None]
         # arrays of the copies only: memory that an array refers to cannot be freed, and the cache's is
-        experts, epochs = cache.routing.index_select(0, at).numpy(), cache.epochs.index_select(0, at).numpy()
-        gates = None if cache.gates is None else cache.gates.index_select(0, at).numpy()
+        experts, *found = (t.numpy() for t in self._transfers.fetch(*kept))
+        gates, epochs = found[0] if found else None, cache.epochs.index_select(0, at).numpy()
         one_epoch = bool((epochs == epochs[:1]).all())
         edges = itertools.pairwise(itertools.accumulate(map(len, slots), initial=0))
         return [

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from miles_like.types import Finish
 from rollout.embedded.cache.kv_cache import KVCache
+from rollout.embedded.device.transfers import Transfers
 from rollout.embedded.engine.admission import Admission, Admitted
 from rollout.embedded.engine.capture import RouteCapture, RoutingRows
-from rollout.embedded.engine.fair_share import in_turn
+from rollout.embedded.engine.fair_share import DEVICE_STEP_ROWS, STEP_ROWS, in_turn
 from rollout.embedded.engine.requests import Completed, Entry, Group, Job, PromptSpec, SampledToken
 from rollout.embedded.engine.running import Rows
 from rollout.embedded.engine.sampler import Draw, likeliest, sample, stream_keys
@@ -34,6 +35,7 @@ from rollout.wire.scores import PromptTop
 
 _PIECE = 1024  # tokens of one prompt in one forward pass
 _GATHER_BYTES = 1 << 20  # of a layer's cache in one attention call: fits in a core's cache
+_DEVICE_GATHER_BYTES = 1 << 24, 1 << 28  # the same of prompts, of which all scores are in memory, and of decoded tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class Engine:
     def __init__(self, model: Model, limits: EngineLimits, *, version: str = "default") -> None:
         self.model = model
         self.limits = limits
+        self._transfers = Transfers(model.device)
         self.cache = KVCache(
             model.arch,
             slots=limits.max_total_tokens,
@@ -65,6 +68,7 @@ class Engine:
             routes=limits.routes,
             gates=limits.gates,
             prefixes=limits.prefixes,
+            transfers=self._transfers,
         )
         self.version = version
         self.paused = False
@@ -76,10 +80,13 @@ class Engine:
         self._admission = Admission(
             self.cache, self._rows, prefill_tokens=limits.prefill_tokens, eos_ids=model.arch.eos_ids
         )
-        self._capture = RouteCapture(self.cache, version) if limits.routes else None
+        self._capture = RouteCapture(self.cache, version, self._transfers) if limits.routes else None
         self._active: NDArray[np.int64] = np.zeros(0, np.int64)  # rows, shortest first
-        element = torch.finfo(model.dtype).bits // 8
-        self._gather = {"width_bytes": _GATHER_BYTES, "token_bytes": model.cache_width * element}
+        self._step_rows = STEP_ROWS if self._transfers.on_host else DEVICE_STEP_ROWS
+        token = model.cache_width * torch.finfo(model.dtype).bits // 8
+        fed, decoded = (_GATHER_BYTES, _GATHER_BYTES) if self._transfers.on_host else _DEVICE_GATHER_BYTES
+        self._fed = {"width_bytes": fed, "token_bytes": token}
+        self._gather = {"width_bytes": decoded, "token_bytes": token}
 
     # ---- requests
 
@@ -285,12 +292,13 @@ class Engine:
         """The running samples that this step decodes, shortest first."""
         rows, active = self._rows, self._active
         sampled = rows.length[active] - rows.prompt[active]
-        return active[in_turn(rows.request[active], rows.request_samples[active], sampled)]
+        return active[in_turn(rows.request[active], rows.request_samples[active], sampled, rows=self._step_rows)]
 
     def _commit(self, rows: NDArray[np.int64], logits: Tensor) -> None:
         """Samples the next token of each row and finishes rows that end with it."""
         draw = self._rows.draw(rows)
-        tokens, logprobs = sample(logits, draw, self.model.ops)
+        drawn = sample(logits, draw, self.model.ops, self._transfers)
+        tokens, logprobs = self._transfers.fetch(*drawn)
         stopped, full = self._rows.append(rows, tokens, logprobs)
         if self._rows.watched[rows].any():
             stopped = stopped | self._watched(rows, logits, draw, tokens, logprobs, stopped, full)
@@ -317,7 +325,7 @@ class Engine:
             watch = job.group.spec.watch
             assert watch is not None
             finish = Finish.STOP if stopped[i] else Finish.LENGTH if full[i] else None
-            top = likeliest(logits, draw, i, watch.top)
+            top = likeliest(logits, draw, i, watch.top, self._transfers)
             ended[i] = watch(job.index, SampledToken(int(tokens[i]), float(logprobs[i]), top, finish))
         return ended
 
@@ -326,7 +334,7 @@ class Engine:
         first pass also feeds the last token of each row of `turn`. Returns their logits [len(turn), V]."""
         found: list[list[tuple[Tensor, PromptTop | None]]] = [[] for _ in entries]
         longest = max((len(e.tokens) - e.cached for e in entries), default=0)
-        decoded = torch.zeros(0, self.model.arch.vocab)
+        decoded = torch.zeros(0, self.model.arch.vocab, device=self.model.device)
         for piece in range(0, max(longest, min(1, len(turn))), _PIECE):
             mine = [(i, e) for i, e in enumerate(entries) if len(e.tokens) - e.cached > piece]
             fed = [self._piece(e, e.cached + piece) for _, e in mine]
@@ -349,12 +357,13 @@ class Engine:
     ) -> tuple[Tensor, Tensor]:
         """One forward pass -> hidden states of all tokens [T, D], and the logits [len(fed) + len(decoded), V] after the
         last token of each of `fed` and of each of the rows `decoded`. states: as in `Model.forward`."""
-        batches = [lay_out(fed, **self._gather)] if fed else []
+        batches = [lay_out(fed, **self._fed)] if fed else []
         if len(decoded):
             batches.append(self._decoded(decoded))
-        x = self.model.forward(joined(batches), self.cache, states)
         ends = np.cumsum([len(r.tokens) for r in fed] + [1] * len(decoded)) - 1
-        return x, self.model.logits(x, torch.from_numpy(ends) if fed else None)
+        batch, (rows,) = joined(batches).sent(self._transfers, torch.from_numpy(ends))
+        x = self.model.forward(batch, self.cache, states)
+        return x, self.model.logits(x, rows if fed else None)
 
     def _piece(self, entry: Entry, start: int) -> SequenceRows:
         assert entry.slots is not None
@@ -375,7 +384,8 @@ class Engine:
             assert entry.slots is not None
             self.cache.keep(self.cache.pages_of(entry.slots), entry.hashes)
             if entry.group.prompt_logprobs is None:
-                entry.group.prompt_logprobs = tuple(torch.cat([own for own, _ in found[i]]).tolist())
+                scored = [own for own, _ in found[i] if len(own)]
+                entry.group.prompt_logprobs = tuple(p for own in self._transfers.fetch(*scored) for p in own.tolist())
                 entry.group.prompt_top = PromptTop.joined([top for _, top in found[i] if top is not None])
             if not entry.spec.sampling.max_new_tokens:
                 self._score(entry)
@@ -391,9 +401,10 @@ class Engine:
         logits = self.model.logits(x, slice(at + first - start, at + stop - start))
         ops, top = self.model.ops, None
         if spec.top:
-            values, ids = logits.float().log_softmax(-1).topk(spec.top)
+            values, ids = self._transfers.fetch(*logits.float().log_softmax(-1).topk(spec.top))
             top = PromptTop(ids.numpy(), values.numpy())
-        return ops.logprob(logits, torch.from_numpy(entry.tokens[first + 1 : stop + 1]), ops.tp_shards), top
+        (targets,) = self._transfers.send(torch.from_numpy(entry.tokens[first + 1 : stop + 1]))
+        return ops.logprob(logits, targets, ops.tp_shards), top
 
     def _score(self, entry: Entry) -> None:
         """Completes samples of no tokens, whose prompt is scored only."""
@@ -402,7 +413,10 @@ class Engine:
         routes = None
         if self._capture is not None and entry.spec.routing_start is not None:
             (routes,) = self._capture.read([entry.slots.numpy()[entry.spec.routing_start : len(entry.tokens) - 1]])
-        states = torch.cat(entry.states).float().numpy() if entry.states else None
+        states = None
+        if entry.states:
+            (fetched,) = self._transfers.fetch(torch.cat(entry.states).float())
+            states = fetched.numpy()
         for job in entry.jobs:
             self._complete(job, nothing, no_logprobs, Finish.LENGTH, routes, states)
         self.cache.release(entry.pages)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 STEP_ROWS = 32  # rows shared by requests of different sizes; up to about here a row adds little to the time of a step
+DEVICE_STEP_ROWS = 256  # the same on a GPU
 _ALIKE = 2  # requests whose sizes differ by no more than this factor run whole
 _SLOWEST = 4  # maximum number of steps in which each sample of a request gets a token
 

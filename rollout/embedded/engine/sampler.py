@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.embedded.device.transfers import HOST, Transfers
 from rollout.embedded.model.operations import Operations
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -73,8 +74,8 @@ class Draw:
         return np.where(self.greedy, np.float32(1), self.temperature)
 
 
-def sample(logits: Tensor, draw: Draw, ops: Operations) -> tuple[Tensor, Tensor]:
-    """logits [B, V] -> tokens int64 [B] and their log-probs fp32 [B].
+def sample(logits: Tensor, draw: Draw, ops: Operations, transfers: Transfers = HOST) -> tuple[Tensor, Tensor]:
+    """logits [B, V] -> tokens int64 [B] and their log-probs fp32 [B], on the device of `transfers` as the logits.
 
     Log-probs are those of softmax(logits / temperature) over the whole vocabulary, before top-k, top-p and min-p; for
     greedy rows those of the raw logits at any temperature. Both are SGLang's convention.
@@ -82,32 +83,34 @@ def sample(logits: Tensor, draw: Draw, ops: Operations) -> tuple[Tensor, Tensor]
     x = logits.float()
     greedy = draw.greedy
     temperature = draw.divisors
+    cut = ((draw.top_p < 1) | (draw.top_k > 0) | (draw.min_p > 0)) & ~greedy
+    host = (temperature, uniform(draw.keys, draw.positions), cut.nonzero()[0], greedy.nonzero()[0])
+    at_cut = (a[cut] for a in (draw.top_p, draw.top_k, draw.min_p))
+    divisors, u, cut_rows, greedy_rows, top_p, top_k, min_p = transfers.send(*map(torch.from_numpy, (*host, *at_cut)))
     if not (temperature == 1).all():
-        x = x / torch.from_numpy(temperature)[:, None]
+        x = x / divisors[:, None]
     if greedy.all():
         tokens = x.argmax(-1)
         return tokens, ops.logprob(x, tokens, ops.tp_shards)
-    u = torch.from_numpy(uniform(draw.keys, draw.positions))
-    cut = ((draw.top_p < 1) | (draw.top_k > 0) | (draw.min_p > 0)) & ~greedy
-    tokens = _inverse(x.softmax(-1), u) if not cut.all() else torch.zeros(len(x), dtype=torch.int64)
+    tokens = _inverse(x.softmax(-1), u) if not cut.all() else torch.zeros_like(u, dtype=torch.int64)
     if cut.any():
-        rows = torch.from_numpy(cut.nonzero()[0])
-        top_p, top_k, min_p = (torch.from_numpy(a)[rows] for a in (draw.top_p, draw.top_k, draw.min_p))
-        weights, ids = kept(x[rows].softmax(-1), top_p=top_p, top_k=top_k, min_p=min_p)
-        tokens[rows] = ids.gather(1, _inverse(weights, u[rows])[:, None])[:, 0]
+        weights, ids = kept(x[cut_rows].softmax(-1), top_p=top_p, top_k=top_k, min_p=min_p)
+        tokens[cut_rows] = ids.gather(1, _inverse(weights, u[cut_rows])[:, None])[:, 0]
     if greedy.any():
-        rows = torch.from_numpy(greedy.nonzero()[0])
-        tokens[rows] = x[rows].argmax(-1)
+        tokens[greedy_rows] = x[greedy_rows].argmax(-1)
     return tokens, ops.logprob(x, tokens, ops.tp_shards)
 
 
-def likeliest(logits: Tensor, draw: Draw, row: int, count: int) -> tuple[tuple[int, float], ...]:
+def likeliest(
+    logits: Tensor, draw: Draw, row: int, count: int, transfers: Transfers = HOST
+) -> tuple[tuple[int, float], ...]:
     """The `count` likeliest tokens of a row of logits [B, V] and their log-probs, in the distribution that `sample`
     gives the log-prob of its token in."""
     if not count:
         return ()
     found = (logits[row].float() / float(draw.divisors[row])).log_softmax(-1).topk(min(count, logits.shape[1]))
-    return tuple(zip(found.indices.tolist(), found.values.tolist(), strict=True))
+    values, ids = transfers.fetch(found.values, found.indices)
+    return tuple(zip(ids.tolist(), values.tolist(), strict=True))
 
 
 def kept(p: Tensor, *, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +123,8 @@ def kept(p: Tensor, *, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> tuple[Ten
     limit = torch.where(top_k > 0, top_k, p.shape[1])[:, None]
     reach = torch.where(top_p < 1, top_p.double(), torch.inf)[:, None]  # the whole sum may round to above 1
     before = p.cumsum(-1, dtype=torch.float64) - p
-    dropped = (torch.arange(p.shape[1]) >= limit) | (before > reach) | (p < p[:, :1] * min_p[:, None])
+    places = torch.arange(p.shape[1], device=p.device)
+    dropped = (places >= limit) | (before > reach) | (p < p[:, :1] * min_p[:, None])
     return p.masked_fill(dropped, 0.0), ids
 
 

@@ -53,7 +53,7 @@ def _grouped(
     rotated = ops.rope(qk[..., :dim], *angles, deinterleave=a.rope.pairs)
     qk = rotated if dim == a.head else torch.cat([rotated, qk[..., dim:]], -1)
     cache.index_copy_(0, batch.slots, torch.cat([qk[:, a.heads :], v], 1).flatten(1))
-    out = torch.empty(len(x), a.out_dim, dtype=x.dtype)
+    out = torch.empty(len(x), a.out_dim, dtype=x.dtype, device=x.device)
     for chunk in batch.chunks:
         b, length = chunk.key_slots.shape
         past = cache.index_select(0, chunk.key_slots.reshape(-1)).view(b, length, 2 * a.kv_heads, a.head)
@@ -74,7 +74,7 @@ def _latent(
     q = first.view(len(x), a.heads, a.nope + dim)
     rotated = ops.rope(torch.cat([q[..., a.nope :], key[:, None]], 1), *angles, deinterleave=a.rope.pairs)
     latent = ops.rmsnorm(latent, w.kv_norm, a.norm_eps)
-    out = torch.empty(len(x), a.out_dim, dtype=x.dtype)
+    out = torch.empty(len(x), a.out_dim, dtype=x.dtype, device=x.device)
     if ops.absorb:
         cache.index_copy_(0, batch.slots, torch.cat([latent, rotated[:, -1]], -1))
         kv_up = w.kv_up.opened()
@@ -95,11 +95,12 @@ def _latent_chunk(
 ) -> Tensor:
     """q_nope [R, H, nope], q_rope [R, H, rotated] of a chunk's R rows -> [R, H, v].
 
-    Queries are absorbed where that is cheaper and computes the same function, that is, unless inputs are rounded.
+    Queries are absorbed where that is cheaper, but not where it would compute another function, because inputs are
+    rounded, nor in bfloat16 on CPU, whose products round the absorbed query once more.
     """
     b, length = chunk.key_slots.shape
     past = cache.index_select(0, chunk.key_slots.reshape(-1)).view(b, length, a.cache_width)
-    absorb = ops.absorb and cache.dtype == torch.float32 and chunk.queries < _absorb_below(a)
+    absorb = ops.absorb and (cache.is_cuda or cache.dtype == torch.float32) and chunk.queries < _absorb_below(a)
     absorb = absorb and not kv_up.rounds_inputs
     by_head = kv_up.value().view(a.heads, a.nope + a.v_dim, a.kv_lora)
     if absorb:

@@ -43,15 +43,21 @@ def read_delta(checkpoint: HFCheckpoint, store: WeightStore) -> ReadDelta:
     def changed() -> Iterator[tuple[str, Tensor]]:
         for weight, names in own.items():
             deltas = {name: Delta(name, checkpoint.read(name)) for name in names}
-            old = store[weight]
+            old = _on_host(store[weight])
             stored = dict.fromkeys(names, old) if isinstance(old, Tensor) else _stored(weight, old)
             new = {name: delta.applied(stored[name]) for name, delta in deltas.items()}
             if any(delta.kind is not Kind.SAME for delta in deltas.values()):
                 for name, tensor in new.items():
                     store.check(name, tensor)
-                    yield name, tensor
+                    yield name, store.placed(tensor)
 
     return ReadDelta(checkpoint=checkpoint, config=config, store=store, weights=store.pair(changed()))
+
+
+def _on_host(value: Tensor | QuantTensor) -> Tensor | QuantTensor:
+    if isinstance(value, Tensor):
+        return value.cpu()
+    return QuantTensor({leaf: t.cpu() for leaf, t in value.stored.items()}, value.shape)
 
 
 def _stored(weight: str, value: QuantTensor) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rollout.embedded.cache.kv_cache import KVCache
-from rollout.embedded.families.architecture import Architecture, LatentAttention
+from rollout.embedded.device.sorted_rows import SortedRows
+from rollout.embedded.families.architecture import Architecture, LatentAttention, Moe
 from rollout.embedded.model.attention import attend, biased
 from rollout.embedded.model.batch import ForwardBatch
 from rollout.embedded.model.exchange import Alone, Exchange, ExpertRows, check_agreement, columns, embedded
@@ -44,7 +45,8 @@ class Model:
         self.dtype = dtype
         self.slices, self.exchange = slices or Slices(arch=arch), exchange or Alone()
         self._attention = self.slices.attention
-        self._inv_freq = arch.attention.rope.inv_freq()
+        self.device = weights.embed.device
+        self._inv_freq = arch.attention.rope.inv_freq().to(self.device)
 
     @property
     def cache_width(self) -> int:
@@ -60,8 +62,8 @@ class Model:
         x = embedded(w.embed, batch.tokens, self.slices, self.exchange)
         angles = self.ops.rope_cos_sin(batch.positions, self._inv_freq, a.attention.rope.mscale, self.dtype)
         shape = (len(x), a.layers, a.routed)
-        routing = None if cache.routing is None else torch.zeros(shape, dtype=torch.int32)
-        gates = None if cache.gates is None else torch.zeros(shape)
+        routing = None if cache.routing is None else torch.zeros(shape, dtype=torch.int32, device=x.device)
+        gates = None if cache.gates is None else torch.zeros(shape, device=x.device)
         see: Callable[[Tensor], object] = (lambda _: None) if states is None else states.append
         chosen: list[Tensor] = []
         see(x)
@@ -86,7 +88,7 @@ class Model:
         for kept, new in ((cache.routing, routing), (cache.gates, gates)):
             if kept is not None and new is not None:
                 kept.index_copy_(0, batch.slots, new)
-        cache.epochs.index_fill_(0, batch.slots, cache.epoch)
+        cache.epochs.index_fill_(0, batch.host_slots, cache.epoch)
         return x
 
     def logits(self, x: Tensor, rows: Tensor | slice | None = None) -> Tensor:
@@ -125,6 +127,8 @@ class Model:
         """Gate weights are applied before the last projection."""
         m, ops = self.arch.moe, self.ops
         assert m is not None
+        if x.is_cuda:
+            return self._moe_on_device(m, w, x, ids, gates)
         flat = ids.numpy().reshape(-1).astype(np.int16)  # numpy sorts 16-bit keys by radix
         rows = ExpertRows(np.bincount(flat, minlength=m.experts).tolist(), self.slices, self.exchange)
         order = torch.from_numpy(np.argsort(flat, kind="stable"))
@@ -133,4 +137,12 @@ class Model:
         h = rows.complete(ops.swiglu(h, gates.reshape(-1, 1).index_select(0, own)))
         y = rows.all(w.down(w.down.rounded(h), rows.counts, ops, ops.expert_tp_shards))
         y = ops.combine(y, token, len(x))
+        return y if w.shared is None else y + self._mlp(w.shared, x)
+
+    def _moe_on_device(self, m: Moe, w: MoeWeights, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        """The same without reading a number from the device, on a single rank."""
+        rows = SortedRows(ids, m.experts)
+        h = w.gate_up.by_ends(w.gate_up.rounded(x).index_select(0, rows.token), rows.ends)
+        h = self.ops.swiglu(h, gates.reshape(-1, 1).index_select(0, rows.order))
+        y = rows.combine(w.down.by_ends(w.down.rounded(h), rows.ends))
         return y if w.shared is None else y + self._mlp(w.shared, x)

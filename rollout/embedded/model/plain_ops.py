@@ -18,6 +18,7 @@ wide = False
 tp_shards = 1
 expert_tp_shards = 1
 _ROW_BYTES = 16
+_grouped_mm = getattr(F, "grouped_mm", torch._grouped_mm)
 
 
 def linear(x: Tensor, w: Tensor, shards: int = 1) -> Tensor:
@@ -34,8 +35,13 @@ def grouped_linear(x: Tensor, w: Tensor, counts: Sequence[int], shards: int = 1)
     if not (_aligned(x) and _aligned(w)):
         each = zip(torch.split(x, list(counts)), w, strict=True)
         return torch.cat([F.linear(rows, weight) for rows, weight in each])
-    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return F.grouped_mm(x, w.transpose(1, 2), offs=ends)
+    return by_ends(x, w, torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32))
+
+
+def by_ends(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """x [T, in] sorted by expert, w [E, out, in], ends int32 [E] the row after the last of each -> [T, out]. Rows begin
+    at multiples of 16 bytes."""
+    return _grouped_mm(x, w.transpose(1, 2), offs=ends)
 
 
 def _aligned(t: Tensor) -> bool:
@@ -66,9 +72,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, q_start: Tensor) ->
     rows = q.view(b, n, heads, -1, d).transpose(1, 2).reshape(b * heads, -1, d)  # [B Hk, Q H/Hk, d]
     keys, values = (t.transpose(1, 2).reshape(b * heads, length, -1) for t in (k, v))  # copies whole rows, or nothing
     scores = torch.bmm(rows, keys.transpose(1, 2)).float().mul_(scale)
-    if n > 1 or int(q_start.min()) < length - 1:
-        last = q_start[:, None] + torch.arange(n)
-        hidden = torch.arange(length) > last[..., None]  # [B, Q, L]
+    if q.is_cuda or n > 1 or int(q_start.min()) < length - 1:  # on a device the number would be waited for
+        last = q_start[:, None] + torch.arange(n, device=q.device)
+        hidden = torch.arange(length, device=q.device) > last[..., None]  # [B, Q, L]
         scores.view(b, heads, n, -1, length).masked_fill_(hidden[:, None, :, None], float("-inf"))
     out = torch.bmm(torch.softmax(scores, -1).to(q.dtype), values)
     return out.view(b, heads, n, h // heads, -1).transpose(1, 2).reshape(b, n, h, -1)
@@ -86,7 +92,7 @@ def route(x: Tensor, gate_w: Tensor, bias: Tensor | None, router: RouterSpec) ->
     if groups > 1 and router.group_topk < groups:
         by_group = choice.view(len(x), groups, -1)
         best = by_group.topk(2, -1).values.sum(-1).topk(router.group_topk, -1, sorted=False).indices
-        closed = torch.ones(len(x), groups, 1, dtype=torch.bool).scatter_(1, best[..., None], False)
+        closed = torch.ones(len(x), groups, 1, dtype=torch.bool, device=x.device).scatter_(1, best[..., None], False)
         choice = by_group.masked_fill(closed, float("-inf")).view(len(x), -1)
     ids = choice.topk(router.top_k, -1).indices
     weights = scores.gather(1, ids)

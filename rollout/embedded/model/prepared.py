@@ -75,9 +75,10 @@ class ModelWeights:
 class Preparation:
     """Prepares the weights of a store for the model.
 
-    dtype: of activations and weights. wide: keep the weights of products in fp32. weights: keep "decoded" copies beside
-    the codes, or the "codes" alone. activations: "fp8" rounds the inputs of quantized linears with their codec;
-    `prepare` raises ValueError where that is not defined.
+    dtype: of activations and weights. device: of the store's tensors and all that is made of them. wide: keep the
+    weights of products in fp32. weights: keep "decoded" copies beside the codes, or the "codes" alone. activations:
+    "fp8" rounds the inputs of quantized linears with their codec; `prepare` raises ValueError where that is not
+    defined.
     """
 
     def __init__(
@@ -87,12 +88,13 @@ class Preparation:
         weights: Literal["decoded", "codes"] = "decoded",
         activations: Literal["none", "fp8"] = "none",
         wide: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.dtype = dtype
+        self.dtype, self.device = dtype, torch.device(device)
         self.product_dtype = torch.float32 if wide else dtype
         self.keep_codes = weights == "codes"
         self.rounds_inputs = activations == "fp8"
-        self.scratch = Scratch(self.product_dtype)
+        self.scratch = Scratch(self.product_dtype, device)
 
     def prepare(
         self, store: WeightStore, *, old: ModelWeights | None = None, changed: Iterable[str] = ()
@@ -155,7 +157,8 @@ class _Builder:
                 "experts of a layer or none must be quantized: change the ignore rules"
             )
         rows, columns = self.store.shape(names[0])
-        dense = torch.empty(len(names), rows, columns, dtype=self.options.product_dtype)
+        options = self.options
+        dense = torch.empty(len(names), rows, columns, dtype=options.product_dtype, device=options.device)
         for name, into in zip(names, dense.unbind(), strict=True):
             into.copy_(self.store.decoded(name, self.options.product_dtype))
             self.store.share(name, into)
@@ -200,12 +203,16 @@ class _Builder:
         )
 
     def latent(self, a: LatentAttention, p: str) -> LatentWeights:
-        lora, dtype = a.q_lora is not None, self.options.dtype
+        lora, options = a.q_lora is not None, self.options
         first = p + ("q_a_proj.weight" if lora else "q_proj.weight")
         bias = None
         if a.bias:
             rows = self.store.shape(first)[0]
-            of_q = self.plain(p + "q_a_proj.bias") if lora else torch.zeros(rows, dtype=dtype)
+            of_q = (
+                self.plain(p + "q_a_proj.bias")
+                if lora
+                else torch.zeros(rows, dtype=options.dtype, device=options.device)
+            )
             bias = torch.cat([of_q, self.plain(p + "kv_a_proj_with_mqa.bias")])
         return LatentWeights(
             down=self.linear(first, p + "kv_a_proj_with_mqa.weight"),

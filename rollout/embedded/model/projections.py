@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quant.formats.codec import Codec
 from quant.qat import fake_activations
+from rollout.embedded.model import plain_ops
 from rollout.embedded.model.operations import Operations
 
 _TOGETHER = 1 << 18  # elements of experts that are decoded and multiplied at once: they stay in a core's cache
@@ -28,19 +29,19 @@ SMALL = 1 << 16  # fused weights up to this number of elements are kept decoded:
 class Scratch:
     """One buffer for decoded values. Each `take` overwrites the result of the last one."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._flat = torch.empty(0, dtype=dtype)
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self.dtype, self.device = dtype, torch.device(device)
+        self._flat = torch.empty(0, dtype=dtype, device=device)
 
     def take(self, *shape: int) -> Tensor:
         n = math.prod(shape)
         if len(self._flat) < n:
             with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
-                self._flat = torch.empty(n, dtype=self.dtype)
+                self._flat = torch.empty(n, dtype=self.dtype, device=self.device)
         return self._flat[:n].view(shape)
 
     def free_memory(self) -> None:
-        self._flat = torch.empty(0, dtype=self.dtype)
+        self._flat = torch.empty(0, dtype=self.dtype, device=self.device)
 
     @property
     def tensor(self) -> Tensor:
@@ -90,7 +91,7 @@ class Linear:
         self._pieces, self._scratch = tuple(pieces), scratch
         self._dense: Tensor | None = None
         if not (keep_codes and any(coded)) or math.prod(self.shape) <= SMALL:
-            self._dense = self._fill(torch.empty(self.shape, dtype=scratch.dtype))
+            self._dense = self._fill(torch.empty(self.shape, dtype=scratch.dtype, device=scratch.device))
             self._pieces = ()
 
     @property
@@ -155,7 +156,7 @@ class Experts:
             self._fused = weights.count // experts
             self.shape = (experts, self._fused * weights.shape[0], weights.shape[1])
             if not keep_codes:
-                self._dense = torch.empty(self.shape, dtype=scratch.dtype)
+                self._dense = torch.empty(self.shape, dtype=scratch.dtype, device=scratch.device)
                 weights.fill(self._dense)
         else:
             self._dense, self.shape = weights, (weights.shape[0], weights.shape[1], weights.shape[2])
@@ -184,6 +185,16 @@ class Experts:
             out.append(ops.grouped_linear(x[start : start + sum(rows)], self._decoded(chosen), rows, shards))
             start += sum(rows)
         return out[0] if len(out) == 1 else torch.cat(out)
+
+    def by_ends(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [T, K] sorted by expert -> [T, N]. ends: int32 [E], on the device of x, the row after the last of each
+        expert. All experts of a layer that is kept as codes are decoded: which ones are used is not known here."""
+        w = self._dense
+        if w is None:
+            assert self._codes is not None
+            w = self._scratch.take(*self.shape)
+            self._codes.fill(w)
+        return plain_ops.by_ends(x, w, ends)
 
     def _together(self, used: list[int]) -> Iterator[list[int]]:
         n = max(1, _TOGETHER // (self.shape[1] * self.shape[2]))

@@ -37,9 +37,16 @@ class WeightStore:
     """The weights of one model, or the slices of them that one rank of a server holds, under their Hugging Face
     names."""
 
-    def __init__(self, arch: Architecture, spec: QuantSpec | None, slices: Slices | None = None) -> None:
-        """slices: None for all weights. Raises ValueError for slices that cut a block of a quantized weight."""
-        self.arch = arch
+    def __init__(
+        self,
+        arch: Architecture,
+        spec: QuantSpec | None,
+        slices: Slices | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """slices: None for all weights. device: of what is held. Raises ValueError for slices that cut a
+        block of a quantized weight."""
+        self.arch, self.device = arch, torch.device(device)
         self.slices = slices or Slices(arch=arch)
         self._codec = codec_or_none(spec)
         self.spec = spec if self._codec is not None else None
@@ -67,10 +74,16 @@ class WeightStore:
                 )
 
     @classmethod
-    def load(cls, checkpoint: HFCheckpoint, arch: Architecture, slices: Slices | None = None) -> WeightStore:
+    def load(
+        cls,
+        checkpoint: HFCheckpoint,
+        arch: Architecture,
+        slices: Slices | None = None,
+        device: torch.device | str = "cpu",
+    ) -> WeightStore:
         """Loads a checkpoint; of what `slices` do not hold only the headers are read. Raises ValueError naming a tensor
         that is missing, unknown, damaged or of a wrong shape."""
-        store = cls(arch, spec_from_hf(checkpoint.config), slices)
+        store = cls(arch, spec_from_hf(checkpoint.config), slices, device)
         store._stored = store.pair(store._read(checkpoint))
         missing = sorted(store._shapes.keys() - store._stored.keys())
         if missing:
@@ -88,10 +101,15 @@ class WeightStore:
                 continue
             whole = len(rows) == (info.shape[0] if info.shape else 1)
             held = checkpoint.read(name) if whole else checkpoint.read_rows(name, rows.start, rows.stop)
+            held = self.placed(held)
             self.check_finite(name, held)
             yield name, held
 
     # ---- received tensors
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """A received tensor on the store's device. The copy is complete when this returns."""
+        return tensor.to(self.device)
 
     def skips(self, name: str) -> bool:
         """Whether a tensor is known but not served: of a multi-token-prediction layer, a head beside a tied embedding,
@@ -367,7 +385,7 @@ class UpdateSession:
             raise
         self.received.add(name)
         if (held := self.store.cut(name, tensor, self.store.slices)) is not None:
-            self.staged[name] = held
+            self.staged[name] = self.store.placed(held)
         return True
 
     def take(self, held: Mapping[str, Tensor]) -> None:
@@ -375,10 +393,11 @@ class UpdateSession:
         ValueError for values that are not finite or a name that was sent before; `finish` then raises too."""
         try:
             for name, tensor in held.items():
-                self.store.check_finite(name, tensor)
+                placed = self.store.placed(tensor)
+                self.store.check_finite(name, placed)
                 if name in self.staged:
                     raise ValueError(f"{name} was sent twice in one update: send each tensor once")
-                self.staged[name] = tensor
+                self.staged[name] = placed
         except ValueError as e:
             self.refused = self.refused or str(e)
             raise

@@ -26,11 +26,12 @@ from rollout.embedded.model.weights import WeightStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """In which form weights are kept; as in `Preparation`."""
+    """In which form weights are kept, and where; as in `Preparation`."""
 
     dtype: torch.dtype = torch.float32
     weights: Literal["decoded", "codes"] = "decoded"
     activations: Literal["none", "fp8"] = "none"
+    device: Literal["cpu", "cuda"] = "cpu"
 
 
 class _Next(NamedTuple):
@@ -54,8 +55,11 @@ class Part:
     ) -> None:
         """Raises ValueError for a checkpoint that cannot be served."""
         self.slices = slices
-        self.store = WeightStore.load(checkpoint, slices.arch, slices)
-        self.preparation = Preparation(kept.dtype, weights=kept.weights, activations=kept.activations, wide=ops.wide)
+        self._device = torch.device("cuda", 0) if kept.device == "cuda" else torch.device("cpu")
+        self.store = WeightStore.load(checkpoint, slices.arch, slices, self._device)
+        self.preparation = Preparation(
+            kept.dtype, weights=kept.weights, activations=kept.activations, wide=ops.wide, device=self._device
+        )
         prepared = self.preparation.prepare(self.store)
         self.model = model(slices.arch, prepared, ops, kept.dtype, slices=slices, exchange=exchange)
         self._next: _Next | None = None
@@ -70,7 +74,7 @@ class Part:
     def prepare_from(self, checkpoint: HFCheckpoint) -> None:
         """Makes all weights of a checkpoint ready. Raises ValueError."""
         with as_value_errors(checkpoint.path):
-            store = WeightStore.load(checkpoint, self.slices.arch, self.slices)
+            store = WeightStore.load(checkpoint, self.slices.arch, self.slices, self._device)
         self._next = _Next(store, self.preparation.prepare(store))
 
     def commit(self) -> None:
@@ -120,7 +124,9 @@ def as_value_errors(path: Path) -> Iterator[None]:
 
 
 def trim_heap() -> None:
-    """Returns freed memory to the operating system: glibc keeps freed tensors of up to 32 MiB for later allocations. No
-    effect with another C library."""
+    """Returns freed memory to the operating system, and that of a GPU to its other processes: glibc keeps freed tensors
+    of up to 32 MiB for later allocations, PyTorch all of a GPU. No effect on the host with another C library."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

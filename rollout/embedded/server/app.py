@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 
 from quant.hf_config import spec_from_hf
 from rollout.config import PublishConfig
+from rollout.embedded.device.cuda import check_flags, check_sizes, memory_is_enough, use_cuda
 from rollout.embedded.engine.engine import EngineLimits
 from rollout.embedded.model.exact_ops import operations
 from rollout.embedded.ranks.crew import LIMIT_S, Crew
@@ -50,6 +51,7 @@ from rollout.wire.bodies import request_bytes
 from rollout.wire.layer_states import FLAG
 from rollout.wire.log_marks import LOADED, LOADS
 
+DEVICES = ("cpu", "cuda")
 READY = "ready"  # begins the line that a server prints once it answers
 _BUCKET_BYTES = PublishConfig().bucket_bytes
 SERVER_PROMPTS = 64  # prompts of the context length that fit in one request
@@ -123,7 +125,7 @@ def make_app(worker: EngineWorker, args: argparse.Namespace, limits: RequestLimi
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
-        prog="rollout.embedded.server", description="Serve a model on CPUs with SGLang's HTTP API."
+        prog="rollout.embedded.server", description="Serve a model on CPUs or one GPU with SGLang's HTTP API."
     )
     p.add_argument("--model-path", required=True, help="Hugging Face directory, BF16 or quantized")
     p.add_argument("--port", type=int, required=True)
@@ -140,7 +142,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=int(LIMIT_S),
         help="seconds after which a rank that does not answer ends the server",
     )
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of activations")
+    p.add_argument("--device", choices=DEVICES, default="cpu", help="cuda: the first GPU that this process sees")
+    p.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="dtype of activations; default: float32, bfloat16 on cuda"
+    )
     p.add_argument("--weights", choices=("decoded", "codes"), default="decoded", help="how quantized weights are kept")
     p.add_argument(
         "--activations", choices=("none", "fp8"), default="none", help="rounding of quantized linears' inputs"
@@ -242,9 +247,17 @@ def check_address_free(host: str, port: int, key: ServerKey | None) -> None:
         check_address(listener.getsockname()[0], key)
 
 
+def check_device(device: str) -> None:
+    """Raises ValueError for "cuda" where this process sees no GPU."""
+    if device == "cuda":
+        use_cuda()
+
+
 def serve(args: argparse.Namespace, key: ServerKey | None = None) -> None:
     """Blocks until the server is stopped. key: required of requests. Raises ValueError when the server cannot start,
     and for an address beyond loopback without a key, and RankLost when one of its ranks has ended."""
+    if args.device == "cuda":
+        _check_cuda(args)
     if args.tp_size > 1 or args.ep_size > 1:
         slices_of(opened(Path(args.model_path)), tp_size=args.tp_size, ep_size=args.ep_size)
     crew = Crew(args.tp_size, threads=args.threads, limit_s=args.rank_timeout)  # forks: before anything is opened
@@ -256,6 +269,19 @@ def serve(args: argparse.Namespace, key: ServerKey | None = None) -> None:
         crew.stop()
     if crew.failure:
         raise RankLost(crew.failure)
+
+
+def _check_cuda(args: argparse.Namespace) -> None:
+    """Raises ValueError, before the weights are loaded, where the server cannot run on a GPU."""
+    check_flags(
+        dtype=args.dtype or "bfloat16",
+        tp_size=args.tp_size,
+        ep_size=args.ep_size,
+        activations=args.activations,
+        exact=args.exact_parts,
+    )
+    check_sizes(slices_of(opened(Path(args.model_path)), tp_size=1, ep_size=1).arch)
+    check_device(args.device)
 
 
 def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey | None, crew: Crew) -> None:
@@ -270,19 +296,22 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey 
         prefixes=not args.disable_radix_cache,
         states=args.enable_layer_states,
     )
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype]
+    by_default = "bfloat16" if args.device == "cuda" else "float32"
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype or by_default]
     print(f"{LOADS}: {args.model_path}", flush=True)
-    service = Service(
-        Path(args.model_path),
-        limits,
-        dtype=dtype,
-        weights=args.weights,
-        activations=args.activations,
-        version=args.weight_version,
-        ops=operations(args.exact_parts),
-        crew=crew,
-        ep_size=args.ep_size,
-    )
+    with memory_is_enough(args.max_total_tokens):
+        service = Service(
+            Path(args.model_path),
+            limits,
+            dtype=dtype,
+            weights=args.weights,
+            activations=args.activations,
+            version=args.weight_version,
+            ops=operations(args.exact_parts),
+            crew=crew,
+            ep_size=args.ep_size,
+            device=args.device,
+        )
     print(LOADED, flush=True)
     worker = EngineWorker(service, threads=args.threads)
     bounds = limits_of(args, service)

@@ -47,7 +47,7 @@ class RankBytes(NamedTuple):
 
 
 def held_bytes(ranks: Sequence[RankBytes]) -> dict[str, int]:
-    """Tag -> bytes of all ranks. Nothing is held for CUDA graphs: there are none on CPU."""
+    """Tag -> bytes of all ranks. Nothing is held for CUDA graphs: there are none."""
     return {
         MemoryTag.KV_CACHE.value: sum(r.cache for r in ranks),
         MemoryTag.WEIGHTS.value: sum(r.weights for r in ranks),
@@ -70,8 +70,9 @@ class Service:
         ops: Operations = plain_ops,
         crew: Crew | None = None,
         ep_size: int = 1,
+        device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
-        """weights, activations: as in `Preparation`. crew: the other ranks of this server, whose caller stops them;
+        """weights, activations, device: as in `Kept`. crew: the other ranks of this server, whose caller stops them;
         None: there are none. ep_size: groups of ranks that the experts are divided over. Raises ValueError when the
         directory cannot be served, or the model does not divide over the ranks."""
         self.model_path = model_path
@@ -81,7 +82,7 @@ class Service:
         slices = slices_of(checkpoint, tp_size=self._crew.size, ep_size=ep_size)
         self.arch = slices.arch
         self._exchange: GlooExchange | None = None
-        kept = Kept(dtype=dtype, weights=weights, activations=activations)
+        kept = Kept(dtype=dtype, weights=weights, activations=activations, device=device)
         self.part = self._loaded(checkpoint, slices, kept, ops, limits)
         self.engine = Engine(self.part.model, limits, version=version)
         self._session: UpdateSession | None = None

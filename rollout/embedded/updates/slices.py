@@ -137,7 +137,7 @@ class SliceReceiver:
         out: dict[int, MessageHash] = {}
         for _, messages in sorted(self._plan.messages.items()):
             tensors = {s.tensor: stored(self._plan.held[s.tensor].name) for m in messages for s in m.segments}
-            whole = {place: t.contiguous() for place, t in tensors.items()}
+            whole = {place: t.cpu().contiguous() for place, t in tensors.items()}
             for message in messages:
                 bytes_of = packed(message.segments, partial(self._part, whole))
                 out.setdefault(message.source, MessageHash()).add(bytes_of)

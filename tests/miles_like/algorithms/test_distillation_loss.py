@@ -15,7 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_like.algorithms.distillation import CandidateLoss, Distilled, distill_metrics, distilled, divergence
+from miles_like.algorithms.distillation import (
+    CandidateLoss,
+    Distilled,
+    distill_metrics,
+    distilled,
+    divergence,
+    taught_numbers,
+)
 from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.batch.packing import pack
@@ -213,7 +220,8 @@ def test_metrics_are_of_all_teachers_and_of_each() -> None:
     other = replace(other, prompt=replace(other.prompt, source="other"))
     silent = group([taught(sample("r", 0), [0.0] * 3, spoke=False)])
     silent = replace(silent, prompt=replace(silent.prompt, source="untaught"))
-    found = distill_metrics([two(), other, silent], {"": "big", "other": "small", "untaught": None}.get)
+    groups = [two(), other, silent]
+    found = distill_metrics(groups, taught_numbers(groups), {"": "big", "other": "small", "untaught": None}.get)
     assert found["distill/tokens"] == 9 and found["distill/tokens/big"] == 6 and found["distill/tokens/small"] == 3
     big = (1.0 + 2.0 + 0.5 + 3.0 + 0.1 + 0.1) / 6
     assert found["distill/teacher_logprob/big"] == pytest.approx(-big)
@@ -226,7 +234,7 @@ def test_every_metric_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     even = torch.full((1, 2), 0.25).log()
     _, stats = candidate_call(CandidateLoss(base=GRPO.loss, coefficient=1.0), even, even, [True], [True])
-    of_rollout = distill_metrics([two()], lambda source: "NAME")
+    of_rollout = distill_metrics([two()], taught_numbers([two()]), lambda source: "NAME")
     keys = {key for key in (*stats, *of_rollout) if key.startswith("distill/")}
     assert len(keys) == 8 and not [key for key in keys if f"`{key}`" not in page]
 

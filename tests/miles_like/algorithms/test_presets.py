@@ -120,7 +120,7 @@ def step(
         mask_truncated=config.parts.mask_truncated,
     )
     scored = asyncio.run(asked.score(groups))
-    batches = packer.steps(scored, asked.advantages(0, scored))
+    batches = packer.steps(scored, asyncio.run(asked.advantages(0, scored)))
     asyncio.run(asked.learn(scored))
     out = [gradient(algorithm.loss, batches, ref)]
     if (of_values := make_critic_loss(config)) is not None:

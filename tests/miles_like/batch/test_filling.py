@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from miles_like.batch.filling import fill
 from miles_like.batch.packing import names_of, pack
 from miles_like.batch.plan import PlanSettings, StepSamples, plan, planned
-from miles_like.types import Aggregation, PlannedMicroBatch, Sample, SampleGroup
+from miles_like.records import PlannedMicroBatch
+from miles_like.types import Aggregation, Sample, SampleGroup
 from tests.support.made_samples import assert_same, group, sample
 from tests.support.refusals import refuses
 

@@ -20,7 +20,8 @@ from miles_like.batch.packing import cut_shard, names_of
 from miles_like.batch.parcel import Parcel, ParcelRefusedError, refuse_parcels
 from miles_like.batch.portion import Portion, filled, portion_of
 from miles_like.cluster.workers.holder import ColumnHolder
-from miles_like.types import PlannedBatch, RecordGroup, Sample, SampleGroup, TrainBatch, VersionSpan
+from miles_like.records import PlannedBatch, RecordGroup
+from miles_like.types import Sample, SampleGroup, TrainBatch, VersionSpan
 from routing_replay.align import ShardSpec
 from routing_replay.rank_routes import RankRoutes, fed_routes
 from tests.support.made_samples import assert_same, group, sample

@@ -43,7 +43,7 @@ def test_what_is_said_of_a_token_comes_back_to_it(shapes, dp, multiple):
             want = torch.where(s.loss_mask, s.token_ids.float(), 0.0)
             assert torch.equal(stream, want)
             assert torch.equal(columns, torch.stack([want, -want, 7.0 * s.loss_mask], 1))
-    assert len(unpack(batch, one)) == sum(bool(s.response_len) for g in groups for s in g.samples)
+    assert len(unpack(batch.grid, one)) == sum(bool(s.response_len) for g in groups for s in g.samples)
 
 
 def test_what_is_not_under_loss_is_zero_though_it_was_infinite():

@@ -213,13 +213,13 @@ def _trained(hf: Path, weights: Path, batches: Sequence[TrainBatch], **layout: i
         )
         out = [dict((await trainer.train([b])).metrics) for b in batches]
         await trainer.load_copy("first", weights)
-        of_weights = [unpack(batches[0], await trainer.logprobs(batches[0], weights=w)) for w in (None, "first")]
+        of_weights = [unpack(batches[0].grid, await trainer.logprobs(batches[0], weights=w)) for w in (None, "first")]
         freed = await trainer.sleep()
         assert all(freed[part] > 1e6 for part in ("parameters", "gradients", "optimizer"))
         with refuses(RuntimeError, "logprobs", "wake"):
             await trainer.logprobs(batches[0])
         await trainer.wake()
-        awake = unpack(batches[0], await trainer.logprobs(batches[0]))
+        awake = unpack(batches[0].grid, await trainer.logprobs(batches[0]))
         assert all(awake[name].equal(x) for name, x in of_weights[0].items())
         await trainer.close()
         return out, *of_weights

@@ -46,7 +46,7 @@ def test_jsonl_keeps_every_value_with_its_digits(tmp_path_factory: pytest.TempPa
     file, again = where / "a.jsonl", where / "b.jsonl"
     file.write_text("".join("{" + ", ".join(f'"{k}": {v}' for k, v in row.items()) + "}\n" for row in rows))
     with Outputs() as out:
-        out.rows(again, read_rows(str(file)).rows)
+        out.rows(again, list(read_rows(str(file))))
     a, b = (path.read_text(encoding="utf-8").split("\n")[:-1] for path in (file, again))
     assert [json.loads(line) for line in a] == [json.loads(line) for line in b]
     numbers = [[json.loads(line, parse_float=str, parse_int=str) for line in lines] for lines in (a, b)]
@@ -61,14 +61,14 @@ def test_parquet_keeps_every_value_or_says_so(tmp_path_factory: pytest.TempPathF
     where = tmp_path_factory.mktemp("rows")
     file, out_file = where / "a.jsonl", where / "b.parquet"
     file.write_text("".join("{" + ", ".join(f'"{k}": {v}' for k, v in row.items()) + "}\n" for row in rows))
-    read = read_rows(str(file)).rows
+    read = list(read_rows(str(file)))
     try:
         with Outputs() as out:
             out.rows(out_file, read)
     except ValueError as e:
         assert ".jsonl" in str(e) and not list(where.glob("b.parquet*"))
         return
-    for old, new in zip(read, read_rows(str(out_file)).rows, strict=True):
+    for old, new in zip(read, read_rows(str(out_file)), strict=True):
         if out.notes:
             assert new["x"] is None or isinstance(new["x"], str)
             assert new["x"] == (None if old["x"] is None else json_text(old["x"]).strip('"')) or isinstance(

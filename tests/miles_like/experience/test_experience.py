@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from miles_like.algorithms.advantages.parts import with_streams
 from miles_like.batch.packer import Packer
-from miles_like.experience.experience import Experience, with_streams
+from miles_like.experience.experience import Experience
 from miles_like.types import (
     REFERENCE,
     RETURNS,

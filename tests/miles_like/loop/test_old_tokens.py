@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
 from miles_like.batch.packing import pack
-from miles_like.loop.old_tokens import mask_old
+from miles_like.cluster.workers.holder import ColumnHolder
+from miles_like.loop.old_tokens import mask_old, masked
+from miles_like.records import RecordGroup, SampleRecord
 from miles_like.types import Sample, VersionSpan
+from tests.support.local_workers import InMemory
 from tests.support.made_samples import group, sample
 
 Edges = list[tuple[int, int, int]]
@@ -65,6 +69,48 @@ def test_what_is_left_is_young_and_says_so(
 
 def test_a_group_with_nothing_left_is_none() -> None:
     assert mask_old(group([aged([(1, 0, 6)]), aged([(0, 0, 6)], index=1)]), version=4, max_staleness=2) is None
+
+
+def recorded(s: Sample) -> SampleRecord:
+    (record,) = ColumnHolder(0, InMemory()).records(group([s]))
+    return record
+
+
+def numbers(s: Sample) -> tuple[object, ...]:
+    return s.length, s.response_len, s.turns, s.versions
+
+
+def random_sample(draw: random.Random) -> Sample:
+    """Of one to four spans of tokens, which begin at a loss token, with an environment's tokens in between."""
+    n = draw.randint(1, 14)
+    edges = [0, *sorted(draw.sample(range(1, n), draw.randint(0, min(3, n - 1)))), n]
+    versions = [draw.randint(0, 5) for _ in edges[1:]]
+    unsaid = tuple(i for i in range(1, n) if draw.random() < 0.3)
+    spans_of = [(v, a, b) for v, a, b in zip(versions, edges, edges[1:], strict=False)]
+    return aged(spans_of, response_len=n, unsaid=unsaid)
+
+
+def test_a_record_is_masked_as_its_sample_is() -> None:
+    """Also a second time, after further steps, and where a worker masks the sample that it has held since."""
+    draw = random.Random(0)
+    seen = 0
+    for _ in range(300):
+        whole = random_sample(draw)
+        one, record = group([whole]), RecordGroup(prompt=group([whole]).prompt, samples=(recorded(whole),))
+        for version in sorted(draw.choices(range(1, 7), k=2)):
+            now = mask_old(one, version=version, max_staleness=0)
+            of_record = mask_old(record, version=version, max_staleness=0)
+            assert (now is None) == (of_record is None)
+            if now is None or of_record is None:
+                break
+            (s,), (r,) = now.samples, of_record.samples
+            assert isinstance(r, SampleRecord) and numbers(s) == numbers(r)
+            held = masked(whole, r.oldest)
+            assert torch.equal(held.loss_mask, s.loss_mask) and torch.equal(held.logprobs, s.logprobs)
+            assert recorded(s).losses == r.losses and held.versions == s.versions
+            seen += s.response_len < whole.response_len
+            one, record = now, replace(record, samples=of_record.samples)
+    assert seen > 100
 
 
 def test_packing_trains_what_is_left_and_nothing_else() -> None:

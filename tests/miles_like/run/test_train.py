@@ -31,16 +31,16 @@ from miles_like.config.load import load_config
 from miles_like.config.sections.algorithm import AlgorithmConfig
 from miles_like.config.sections.reward import RewardConfig
 from miles_like.loop.saver import Saver
-from miles_like.preflight.checks import check_over_sampling, check_workers_reward
+from miles_like.preflight.checks import check_over_sampling
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards, scored_by
 from miles_like.run.setup.delivery import TrainerPublication
 from miles_like.run.setup.launcher import Launcher
-from miles_like.run.setup.model_plan import ModelPlan, planned_model
+from miles_like.run.setup.model_plan import ModelPlan, planned_model, run_algorithm
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.sampler import EngineSampler
 from miles_like.run.setup.trainer_side import LEDGER, METRICS, RunFiles
-from miles_like.run.train import Prompts, TrainingRun, run_algorithm, train
+from miles_like.run.train import Prompts, TrainingRun, train
 from miles_like.stopping import StopRequest
 from miles_like.storage.appended_file import AppendedFile, positions
 from miles_like.types import Prompt, SampleGroup, SamplingParams, Unit, VersionSpan
@@ -111,7 +111,7 @@ def test_teachers_are_stopped_where_the_run_s_own_servers_cannot_be_started(
         def servers(self, rollout: RolloutSide, version: int, *, routing: bool = True) -> Any:
             raise RuntimeError("rollout server 0: no port is free")
 
-    monkeypatch.setattr("miles_like.run.train.RunTeachers", Teaching)
+    monkeypatch.setattr("miles_like.run.setup.teachers.RunTeachers", Teaching)
     plan, console = plan_of(run_dir=tmp_path), Console(quiet=True)
     with refuses(RuntimeError, "no port is free"):
         train(plan, console, resume=False, launcher=NoServers())
@@ -174,7 +174,7 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
 
     async def start() -> None: ...
 
-    teachers: Any = SimpleNamespace(teachers=lambda *of: SimpleNamespace(start=start))
+    teachers: Any = SimpleNamespace(teachers=lambda *of: SimpleNamespace(start=start), places=None)
     made = run_of(plan_of("publish.answer_tokens=0", run_dir=tmp_path), trainer, prompts=prompts, teachers=teachers)
     with refuses(ValueError, "w", "mismatch.check_prompts", 0) as refused:
         asyncio.run(made.loop(["http://x"]))
@@ -331,10 +331,6 @@ def test_groups_that_end_together_are_not_over_sampled_to_end_early() -> None:
     check_over_sampling(config, reward)
     with refuses(ValueError, "buffer.over_sampling", 0.5):
         check_over_sampling(config, replace(reward, unit=Unit.BATCH))
-    check_workers_reward(2, reward)
-    check_workers_reward(0, replace(reward, unit=Unit.BATCH))
-    with refuses(ValueError, "rollout.workers = 2", "reward.unit"):
-        check_workers_reward(2, replace(reward, unit=Unit.BATCH))
 
 
 @pytest.mark.parametrize("mode", ["alone", "added"])

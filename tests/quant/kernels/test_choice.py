@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quant.kernels import choice
 
@@ -28,6 +29,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> OnCuda:
 
 def test_a_cpu_tensor_has_the_plain_path() -> None:
     assert choice.uses_triton(torch.zeros(1)) is False
+
+
+def test_a_fake_tensor_has_the_plain_path(hopper: OnCuda) -> None:
+    with FakeTensorMode():
+        assert choice.uses_triton(torch.empty(1, device="cuda")) is False
 
 
 @pytest.mark.parametrize("value, uses", [("0", False), ("1", True), ("", True)])

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from miles_like.config.load import load_config
 from miles_like.types import Prompt
+from rollout.prompts import contamination
 from rollout.prompts.config import DataConfig
 from rollout.prompts.contamination import FORM, WORDS, decontaminate, overlaps
 from rollout.prompts.mix import PromptSource
@@ -55,12 +56,15 @@ def test_so_many_words_in_a_row() -> None:
     assert found(train, held) == [("t0", "h0", False), ("t2", "h0", False)]
 
 
-def test_against_a_search_by_hand() -> None:
+@pytest.mark.parametrize("at_once", [1, 7, 4096])
+def test_against_a_search_by_hand(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a ring of words with a slip here and there, so that most rows nearly match: the same as comparing each
-    row of 13 with each."""
+    row of 13 with each, however many prompts are compared at a time."""
+    monkeypatch.setattr(contamination, "_AT_ONCE", at_once)
     rng = random.Random(0)
     starts = [(rng.randrange(150), rng.randrange(50)) for _ in range(120)]
     bag = [text(*(rng.randrange(150) if rng.random() < 0.04 else i % 150 for i in range(a, a + n))) for a, n in starts]
+    bag[40:45], bag[95:100] = bag[20:25], bag[:5]  # texts that come twice
     train, held = prompts(*bag[:100]), prompts(*bag[100:108], tag="h")
     rows = [{tuple(p.text.split()[i : i + WORDS]) for i in range(len(p.text.split()) - WORDS + 1)} for p in held]
     counts = [{tuple(t.split()[i : i + WORDS]) for i in range(len(t.split()) - WORDS + 1)} for t in set(bag[:100])]

@@ -11,7 +11,9 @@ import datasets
 import pytest
 from transformers import AutoTokenizer
 
+from rollout.prompts import dataset
 from rollout.prompts.config import DataConfig
+from rollout.prompts.dataset import read_rows
 from rollout.prompts.mix import PromptSource
 from tests.support.refusals import Facts, refuses
 
@@ -87,6 +89,15 @@ def test_a_hub_name_and_its_split(monkeypatch: pytest.MonkeyPatch) -> None:
     config = DataConfig.model_validate({"sources": {"a": {"path": "org/a"}, "b": {"path": "org/b:test"}}})
     assert [p.answer for p in PromptSource(config, TOKENIZER).all()] == ["2", "3"]
     assert asked == [("org/a", "train"), ("org/b", "test")]
+
+
+def test_a_hub_dataset_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows as the library gives them at once, also of a dataset whose rows are chosen out of another."""
+    made = datasets.Dataset.from_list([verl_row(i, extra=None if i else {"a": [i]}) for i in range(7)]).shuffle(seed=1)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *, split: made)
+    monkeypatch.setattr(dataset, "_BATCH", 3)
+    assert list(read_rows("org/a")) == made.to_list() and list(read_rows("org/a", 4)) == made.to_list()[:4]
+    assert read_rows("org/a").where(6) == "org/a, row 7"
 
 
 def test_a_named_key_wins(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_a_source_has_its_own_columns_template_and_name(folder: Path, tmp_path: 
         ("user: 2+2= ?\nassistant: ", "", "web"),
         ("user: 3+3= !\nassistant: ", "6", "talks"),
     ]
-    assert found.find(found.all()[1].id) is found.all()[1] and len(found) == 3
+    assert found.find(found.all()[1].id) == found.all()[1] and len(found) == 3
 
 
 def test_one_id_in_two_sources_is_named_with_both_places(folder: Path, tmp_path: Path) -> None:

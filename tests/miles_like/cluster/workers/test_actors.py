@@ -15,18 +15,23 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.exceptions import OwnerDiedError
 
 from miles_like.batch.packer import Packer
 from miles_like.batch.parcel import ParcelRefusedError
 from miles_like.cluster.placement import Slot
+from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.cluster.workers import actors
 from miles_like.cluster.workers.actors import ActorLink, StartActor
+from miles_like.cluster.workers.values import HeldValues
 from miles_like.loop.buffer import LOST
 from miles_like.nodes.session import start_ray, stop_ray
-from miles_like.types import PlannedBatch, PlannedMicroBatch, Prompt
+from miles_like.records import ColumnsLostError, PlannedBatch, PlannedMicroBatch, SampleRecord
+from miles_like.types import Prompt
 from tests.support.own_ray import this_node
-from tests.support.worker_loop import PLACE, Loop, Made, contents
+from tests.support.standin_rank import Stand
+from tests.support.worker_loop import HALF, MORE, PLACE, Loop, Made, contents, made, streams
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +58,7 @@ async def opens_nothing(loop: Loop) -> None:
     groups = [g async for _, g in loop.workers.groups(0, [Prompt(id="300", token_ids=(1,), answer="")])]
     (batch,) = Packer(dp_size=1, max_tokens=64).steps(groups, [[1.0, 1.0]])
     assert isinstance(batch, PlannedBatch)
-    pulled = await loop.workers.pull(batch, [PLACE])
+    pulled = await HeldValues(loop.workers).pull(batch, [PLACE])
     assert len(await by_task(batch.grid[0], pulled.portions[PLACE])) == 2 and pulled.route_bytes
     with pytest.raises(Exception, match="the driver") as refused:
         ray.get(next(iter(pulled.portions[PLACE])))
@@ -86,6 +91,43 @@ def test_a_killed_worker_costs_its_groups_and_the_driver_opens_no_values(nodes: 
     assert loop.ledger._discarded[LOST] >= 2 and len(loop.said) == 1
     found = loop.ledger.metrics()
     assert found["ledger/issued"] == found["ledger/trained"] + found["ledger/discarded"]
+
+
+@pytest.mark.slow
+def test_values_go_from_ranks_to_workers_and_between_workers(nodes: Any, tmp_path: Path) -> None:
+    """And the driver, which opens none, hears the numbers that are computed from them."""
+    slots = [Slot(role="trainer", index=i, node=0, gpus=()) for i in range(2)]
+    trainer = RayTrainer(Stand("DP2"), slots, nodes, 2, tmp_path)
+    packer, prompts = Packer(dp_size=2, max_tokens=64), [Prompt(id=i, token_ids=(1,), answer="") for i in "0134"]
+
+    async def run() -> None:
+        loop = looped(nodes, tmp_path)
+        await loop.workers.begin()
+        trainer.columns = values = HeldValues(loop.workers)
+        found = {i: g async for i, g in loop.workers.groups(0, prompts)}
+        groups = [found[i] for i in range(len(prompts))]
+        assert len({s.holder for g in groups for s in g.samples if isinstance(s, SampleRecord)}) == 2
+        (batch,) = packer.steps(groups, only=())
+        await values.logprobs(groups, batch, trainer, weights=None, stream=HALF)
+        half = {s.name: torch.where(s.loss_mask, s.token_ids / 2, 0.0) for p in prompts for s in made(p.id).samples}
+        sums = [[float(half[f"{p.id}/{i}"].sum()) for i in range(2)] for p in prompts]
+        assert await values.each("", groups) == sums == await values.gathered("", groups)
+        (batch,) = packer.steps(groups, only=(HALF, MORE))
+        assert isinstance(batch, PlannedBatch)
+        task: Any = ray.remote(num_cpus=0)(streams)
+        for row, cells in enumerate(batch.grid):
+            pulled = await values.pull(batch, [(row, PLACE[1])])
+            assert pulled.route_bytes is None
+            for name, of in (await task.remote(cells, *pulled.portions[row, PLACE[1]])).items():
+                assert of == {HALF: half[name][1:].tolist(), MORE: (half[name][1:] + 1).tolist()}
+        os.kill(ray.get(loop.workers._workers[1].link.actor.pid.remote()), signal.SIGKILL)  # type: ignore[attr-defined]
+        with pytest.raises(ColumnsLostError) as lost:
+            await values.gathered("", groups)
+        assert any(lost.value.has_lost(g) for g in groups)
+        await loop.workers.close()
+        await trainer.close()
+
+    asyncio.run(run())
 
 
 def test_an_object_that_ray_has_lost_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

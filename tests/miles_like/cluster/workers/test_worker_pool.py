@@ -17,9 +17,11 @@ import torch
 
 from miles_like.batch.packer import Packer
 from miles_like.checkpoint.saved_groups import read_groups
-from miles_like.cluster.workers.pool import WorkerEnded
+from miles_like.cluster.workers.link import WorkerEnded
+from miles_like.cluster.workers.values import HeldValues
 from miles_like.loop.buffer import LOST
-from miles_like.types import ColumnsLostError, PlannedBatch, SamplingParams
+from miles_like.records import ColumnsLostError, PlannedBatch
+from miles_like.types import SamplingParams
 from tests.support.local_workers import LocalLink, LocalWorkers
 from tests.support.worker_loop import ALL, PLACE, Loop, Made, made
 
@@ -206,7 +208,7 @@ def test_what_a_worker_does_not_hold_is_named() -> None:
         loop.workers.release(groups)
         await asyncio.sleep(0)
         with pytest.raises(ColumnsLostError) as lost:
-            await loop.workers.pull(batch, [PLACE])
+            await HeldValues(loop.workers).pull(batch, [PLACE])
         assert lost.value.has_lost(groups[0])
         loop.start.links[0].end()
         with pytest.raises(WorkerEnded):

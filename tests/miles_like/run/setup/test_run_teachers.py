@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from miles_like.config.load import load_config
+from miles_like.experience.teachers import MovedScores, ServerTeacher
 from miles_like.hf.tokenizer import load_tokenizer
 from miles_like.pipeline.cache import cache_of, fetch_directory
 from miles_like.run.assemble import describe_processes
@@ -17,6 +19,7 @@ from miles_like.run.setup import teachers as run_teachers
 from miles_like.run.setup.rollout_side import teacher_model
 from miles_like.run.setup.teachers import check_same_shapes, privileged
 from miles_like.types import Prompt
+from rollout.server_key import ServerKey
 from rollout.sglang.ports import HTTP_PORT
 from tests.support.refusals import refuses
 
@@ -75,6 +78,33 @@ def test_servers_of_teachers_are_stock_ones_on_gpus_and_embedded_ones_on_cpu(
         of = config.model_copy(update={"model": teacher_model("ab"[number], f"owner/{'ab'[number]}")})
         assert str(fetch_directory(of, cache_of(config, tmp_path))[1] / "data") in printed[n + 1].split()
         assert f"--port {HTTP_PORT + 4 + number if stock else 0}" in printed[n + 1]
+
+
+def test_a_rollout_worker_asks_the_servers_that_the_run_knows(tmp_path: Path) -> None:
+    """One that the run has started by its URL there, a running one by that of the configuration, and for the policy all
+    servers of the rollout; a teacher whose weights the trainer has scores elsewhere. The worker starts none again."""
+    kinds = {
+        "ours": "{path='owner/t',sources=['o']}",
+        "theirs": "{kind='server',url='http://10.0.0.1:9',sources=['r']}",
+        "policy": "{kind='self',weights='current',prompt='{answer}{prompt}',sources=['p']}",
+        "trainer": "{kind='weights',path='there'}",
+    }
+    sets = [f"distillation.teachers.{name}={what}" for name, what in kinds.items()]
+    config = load_config(TINY.parent / "tiny.toml", ["distillation.mode=added", *sets])
+    given: dict[str, Any] = {"student": {"vocab_size": 128}, "tokenizer": None, "console": None, "nodes": None}
+    key = ServerKey.new()
+    driver, worker = (run_teachers.RunTeachers(config, tmp_path, key=key, **given) for _ in range(2))
+    driver._urls, driver._vocabularies = {"ours": "http://10.0.0.2:5"}, {"ours": 200}
+    rollout: Any = [SimpleNamespace(url="http://10.0.0.3:1"), SimpleNamespace(url="http://10.0.0.4:1")]
+    found = worker.of_worker(driver.places, rollout)._teachers
+    assert isinstance(found.pop("trainer"), MovedScores)
+    servers = {name: t for name, t in found.items() if isinstance(t, ServerTeacher)}
+    assert {name: ([c.url for c in t.servers], t.own, t.early) for name, t in servers.items()} == {
+        "ours": (["http://10.0.0.2:5"], True, False),
+        "theirs": (["http://10.0.0.1:9"], True, True),
+        "policy": ([one.url for one in rollout], False, False),
+    }
+    assert not any(t.started for t in servers.values())
 
 
 def test_weights_of_another_architecture_are_refused_by_their_first_tensor() -> None:

@@ -1,0 +1,32 @@
+"""Which way each part of a step is computed, and which way it was: by a kernel for CUDA devices or by plain PyTorch.
+
+Fake tensors, whose memory the plan is compared with, take the plain way, which needs no less memory.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from quant.kernels.choice import uses_triton
+
+_taken: dict[str, bool] = {}
+
+
+def by_triton(part: str, tensor: Tensor) -> bool:
+    """Whether `part` is computed on `tensor` by a Triton kernel."""
+    return note(part, tensor, not isinstance(tensor, FakeTensor) and uses_triton(tensor))
+
+
+def note(part: str, tensor: Tensor, fused: bool) -> bool:
+    """`fused`, the choice for `part` on `tensor`, which is false for fake tensors."""
+    _taken[part] = fused = fused and not isinstance(tensor, FakeTensor)
+    return fused
+
+
+def fused_parts() -> dict[str, bool]:
+    """Part -> whether a kernel for CUDA devices computed it the last time, of the parts that were computed since
+    the call before."""
+    found = dict(_taken)
+    _taken.clear()
+    return found
