@@ -9,19 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quant.formats import scale_rules
-
 _SIGN = tl.constexpr(-0x80000000)
 _UPPER_HALF = tl.constexpr(-0x10000)
+_SIGNS = tl.constexpr(-0x7FFF8000)  # of both halves of a word
+_MAGNITUDES = tl.constexpr(0x7FFF7FFF)
+_TO_NIBBLES = tl.constexpr((1 << 20) + (1 << 8))  # the upper word of a product: bit 15 becomes bit 3, bit 31 bit 7
 _EXPONENT = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
-_ONE = tl.constexpr(127 << 23)
-_MOST = tl.constexpr(scale_rules.E2M1_MAX)
-_HALF_STEP = tl.constexpr(1.5 * 2.0**22)
 _ROUNDS = tl.constexpr(1.5 * 2.0**23)  # the spacing of fp32 at this number is 1: adding it rounds, ties to even
 _OFFSET = tl.constexpr(8)
-_TWICE_EXPONENT = tl.constexpr(2 * (127 + 22) + 1)
-_NIBBLES = tl.constexpr(17)  # 1 + 16: two codes of a byte have the same offset
+_ROUNDS_BITS = tl.constexpr(0x4B400000)
+_E2M1_UNIT = tl.constexpr(2.0**126)  # the biases of the exponents are 1 and 127
 
 
 @triton.jit
@@ -36,6 +34,11 @@ def pointer_to(table, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.con
 def halves(word):
     """The two weights as fp32."""
     return (word << 16).to(tl.float32, bitcast=True), (word & _UPPER_HALF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitudes(word):
+    return halves(word & _MAGNITUDES)
 
 
 @triton.jit
@@ -86,30 +89,30 @@ def e4m3_value(code):
 
 
 @triton.jit
-def e2m1_steps(q):
-    """fp32 quotients below 200 in magnitude -> the sum of `quant.formats.e2m1.e2m1_codes`, which rounds the magnitude,
-    and the number that was added."""
-    t = tl.minimum(tl.abs(q), _MOST)
-    power = tl.maximum(t.to(tl.int32, bitcast=True) & _EXPONENT, _ONE).to(tl.float32, bitcast=True)
-    return tl.fma(power, _HALF_STEP, t), power * _HALF_STEP
+def e2m1_code(t):
+    """fp32 magnitudes below 200 -> int32 whose three lowest bits are their codes.
+
+    code = round(min(2 t, t + 2, t / 2 + 4, 7)), a half to the even code: at the values 0, 1/2, 1, 3/2, 2, 3, 4, 6 the
+    least of the lines is the code, and between them it is straight. Each line is rounded once, as it is computed.
+    """
+    small = tl.fma(t, 2.0, _ROUNDS).to(tl.int32, bitcast=True)
+    middle = (t + (_ROUNDS + 2.0)).to(tl.int32, bitcast=True)
+    large = tl.fma(t, 0.5, _ROUNDS + 4.0).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.minimum(small, middle), tl.minimum(large, _ROUNDS_BITS + 7))
 
 
 @triton.jit
 def e2m1_byte(word, lo, hi):
-    """Quotients of the two weights of a word -> their codes in the low byte of an int32."""
-    first, _ = e2m1_steps(lo)
-    second, _ = e2m1_steps(hi)
-    a, b = first.to(tl.int32, bitcast=True), second.to(tl.int32, bitcast=True)
-    signs = ((word >> 12) & 0x08) | ((word >> 24) & 0x80)
-    return (a + (a >> 22)) + ((b + (b >> 22)) << 4) + (signs - _TWICE_EXPONENT * _NIBBLES)
+    """Magnitudes of the quotients of the two weights of a word -> their codes in the low byte of an int32."""
+    signs = tl.umulhi((word & _SIGNS).to(tl.uint32, bitcast=True), _TO_NIBBLES).to(tl.int32, bitcast=True)
+    return e2m1_code(lo) + (e2m1_code(hi) << 4) + signs
 
 
 @triton.jit
-def e2m1_level(w, q):
-    """The value of the code of quotient q, with the sign of the weight."""
-    total, added = e2m1_steps(q)
-    bits = (total - added).to(tl.int32, bitcast=True) | (w.to(tl.int32, bitcast=True) & _SIGN)
-    return bits.to(tl.float32, bitcast=True)
+def e2m1_level(w, t):
+    """The value of the code of the quotient with magnitude t, with the sign of the weight."""
+    bits = ((e2m1_code(t) & 7) << 22) | (w.to(tl.int32, bitcast=True) & _SIGN)
+    return bits.to(tl.float32, bitcast=True) * _E2M1_UNIT
 
 
 @triton.jit
@@ -128,7 +131,7 @@ def int4_level(q):
 def e2m1_value(nibble):
     """int32 codes below 16 -> fp32."""
     bits = ((nibble & 7) << 22) | ((nibble & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126: the biases of the exponents
+    return bits.to(tl.float32, bitcast=True) * _E2M1_UNIT
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from quant.kernels.arithmetic import (
     int4_byte,
     int4_level,
     larger_bits,
+    magnitudes,
     pointer_to,
 )
 
@@ -176,7 +177,7 @@ def encode_rows4(
     at, some = g[:, None] * half + tl.arange(0, half)[None, :], g < groups
     inside = some[:, None]
     word = tl.load(pointer_to(table, 0, tl.int32, ALIGNED) + at, mask=inside, other=0)
-    lo, hi = halves(word)
+    lo, hi = halves(word) if FORMAT == "int4" else magnitudes(word)
     bits = tl.max(larger_bits(lo, hi), 1)
     tl.store(flags + tl.program_id(1) + tl.zeros_like(g), 1, mask=bits >= _INFINITY)
     top = bits.to(tl.float32, bitcast=True)
@@ -199,7 +200,8 @@ def encode_rows4(
         if FORMAT == "int4":
             first, second = int4_level(first), int4_level(second)
         else:
-            first, second = e2m1_level(lo, first), e2m1_level(hi, second)
+            w, v = halves(word)
+            first, second = e2m1_level(w, first), e2m1_level(v, second)
         values = tl.interleave(first * factor[:, None], second * factor[:, None]).to(tl.bfloat16)
         columns = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         tl.store(pointer_to(table, 1, tl.bfloat16, ALIGNED) + columns, values, mask=inside)

@@ -22,9 +22,10 @@ from quant.kernels import decoders, encoders
 
 _ALIGNMENT = 16  # bytes of one load or store of a thread
 _GREATEST_BLOCK = 1 << 14  # weights of a block, which one program holds in registers
-_BLOCK_WARPS = 4  # of such a program, for blocks of more than 4,096 weights
-_TILE = 1 << 12  # weights of a program of the other kernels
-_WARPS = 4
+_BLOCK_WARPS = 4  # of such a program
+_TILE = 1 << 11  # weights of a program along rows
+_WARPS = 2
+_WORDS = 1 << 13  # pairs of weights of a program that looks for the largest
 _LAST = 1 << 31  # weights and codes are counted in int32
 _OUT = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _FOUR_BITS = ("int4", "mxfp4", "nvfp4")
@@ -112,7 +113,7 @@ class Kernels:
         across = triton.cdiv(k, bk)
         grid = (triton.cdiv(n, bn) * across, count)
         sizes = {"BN": bn, "BK": bk, "TN": tn, "TK": tk}
-        kernel[grid](*arguments, n, k, across, **sizes, **rest, num_warps=_BLOCK_WARPS if tn * tk > 1 << 12 else 4)
+        kernel[grid](*arguments, n, k, across, **sizes, **rest, num_warps=_BLOCK_WARPS)
 
     def _along_rows(self, kernel: Any, w: Tensor, count: int, *arguments: Tensor, **rest: Any) -> None:
         group = self.block[1]
@@ -129,8 +130,8 @@ def amax(weights: Sequence[Tensor]) -> Tensor:
     bits = torch.zeros(len(weights), dtype=torch.int32, device=w.device)
     words = w.numel() // 2
     with _on(w):
-        grid = (triton.cdiv(words, _TILE), len(weights))
-        encoders.largest[grid](table, bits, words, TILE=_TILE, ALIGNED=aligned, num_warps=4)
+        grid = (triton.cdiv(words, _WORDS), len(weights))
+        encoders.largest[grid](table, bits, words, TILE=_WORDS, ALIGNED=aligned, num_warps=4)
     return bits.view(torch.float32)
 
 
