@@ -1,6 +1,6 @@
 """Whether a Triton kernel or plain PyTorch computes. torch's wheel for CUDA brings Triton; nothing here imports it.
 
-A build of torch for ROCm calls its devices CUDA, with capabilities of its own numbering (9.4 is an MI300): no kernel is
+A build of torch for ROCm calls its devices CUDA, with capabilities of another numbering (9.4 is an MI300): no kernel is
 compiled for them, so plain PyTorch computes there.
 """
 
