@@ -55,7 +55,8 @@ def apply_packed_rope(
     cp_group: Any = None,
 ) -> Tensor:
     """[T, h, d]: bitwise equal to megatron's `_apply_rotary_pos_emb_thd`, without its loop over segments; sines and
-    cosines are computed once per position, not once per token."""
+    cosines are computed once per position, not once per token. By the Triton kernel the products and their sum are
+    rounded once, not each."""
     positions = packed_positions(ends_of(cu_seqlens), cp_group.rank(), cp_group.size(), t.device)
     size = freqs.shape[-1]
     fused = not rotary_interleaved and not multi_latent_attention and by_triton("rope", t)

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import dropwhile, islice
 
 PAGE = "docs/troubleshooting.md"
 ENTROPY_LEFT = 0.1  # share of the first steps' entropy
@@ -78,6 +78,7 @@ def memorized(rows: Rows) -> str | None:
     """Since the first evaluation the mean reward has risen by at least 0.3 standard deviations of the first rewards,
     and by more than five times as much as every held-out figure. Needs 20 steps, and 3 evaluations, one of them after
     the last."""
+    rows = list(dropwhile(lambda row: not _held_out(row), rows))  # earlier steps may have raised held-out figures too
     evaluated = [found for row in rows if (found := _held_out(row))]
     rewards = list(_values(rows, "rollout/reward/mean"))
     if len(evaluated) < _FEW or not _held_out(rows[-1]) or len(rewards) < MEMORY_STEPS:

@@ -1,4 +1,8 @@
-"""Whether a Triton kernel or plain PyTorch computes. torch's wheel for CUDA brings Triton; nothing here imports it."""
+"""Whether a Triton kernel or plain PyTorch computes. torch's wheel for CUDA brings Triton; nothing here imports it.
+
+A build of torch for ROCm calls its devices CUDA, with capabilities of another numbering (9.4 is an MI300): no kernel is
+compiled for them, so plain PyTorch computes there.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,11 @@ LEAST_CAPABILITY = (9, 0)  # Hopper: the suite compiles the kernels for it and f
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether Triton kernels compute on `tensor`: it is a real one on a CUDA device of capability 9.0 or later, Triton
-    is installed, and the environment variable MILES_LIKE_TRITON is not 0. Both ways give the same bits."""
-    real = tensor.is_cuda and not isinstance(tensor, FakeTensor)
-    return real and os.environ.get(VARIABLE) != "0" and _installed() and _is_new(tensor.device)
+    """Whether Triton kernels compute on `tensor`: it lies on a CUDA device of capability 9.0 or later, Triton is
+    installed, and the environment variable MILES_LIKE_TRITON is not 0. A fake tensor has no memory for a kernel."""
+    if not tensor.is_cuda or isinstance(tensor, FakeTensor) or os.environ.get(VARIABLE) == "0":
+        return False
+    return _installed() and _is_new(tensor.device)
 
 
 @functools.cache
@@ -28,4 +33,4 @@ def _installed() -> bool:
 
 @functools.cache
 def _is_new(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY

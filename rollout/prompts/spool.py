@@ -11,7 +11,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 T = TypeVar("T")
 
@@ -58,6 +58,9 @@ class Spool(Lazy[T]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
+    def __reduce__(self) -> Any:
+        raise TypeError(f"the prompts of {self._path} are in a file of this process: send the items, as a list")
+
     def append(self, item: T) -> None:
         """Raises ValueError if the folder is full."""
         self._buffer += pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
@@ -85,7 +88,7 @@ class Spool(Lazy[T]):
     def _flush(self) -> None:
         try:
             while self._buffer:
-                n = os.write(self._descriptor, self._buffer)
+                n = os.pwrite(self._descriptor, self._buffer, self._written)
                 del self._buffer[:n]
                 self._written += n
         except OSError as e:

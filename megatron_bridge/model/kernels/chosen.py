@@ -1,6 +1,7 @@
 """Which way each part of a step is computed, and which way it was: by a kernel for CUDA devices or by plain PyTorch.
 
-Fake tensors, whose memory the plan is compared with, take the plain way, which needs no less memory.
+Fake tensors, whose memory the plan is compared with, take the plain way. It lacks one temporary: the copy of a layer's
+weights for a grouped product, as large as the gradients that backward has in their place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _taken: dict[str, bool] = {}
 
 def by_triton(part: str, tensor: Tensor) -> bool:
     """Whether `part` is computed on `tensor` by a Triton kernel."""
-    return note(part, tensor, not isinstance(tensor, FakeTensor) and uses_triton(tensor))
+    return note(part, tensor, uses_triton(tensor))
 
 
 def note(part: str, tensor: Tensor, fused: bool) -> bool:

@@ -117,6 +117,15 @@ def test_a_reward_that_rises_where_held_out_figures_do_not() -> None:
     assert not warned(0.3, 0.32, 0.30, rise=0.002), "a small rise may be noise"
 
 
+def test_a_rise_before_the_first_evaluation_is_not_compared_with_held_out_figures() -> None:
+    """A set that is first evaluated after 40 steps, in which the reward rose: it has risen there too, unseen."""
+    rows = [*series(40, reward=lambda i: 0.27 + 0.007 * i, std=lambda i: 0.4)[1:]]
+    rows += [{"step": 41.0 + i, "rollout/reward/mean": 0.55, "rollout/reward/std": 0.4} for i in range(30)]
+    for i in (39, 54, 69):
+        rows[i]["eval/late/avg@1"] = 0.5
+    assert not warnings(rows)
+
+
 def test_prompts_that_are_trained_often() -> None:
     (sentence,) = repeated(200, steps=40, groups=64)
     assert "200 prompts are each trained 13 times" in sentence

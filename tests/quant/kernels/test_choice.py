@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from quant.kernels import choice
 
@@ -31,11 +31,6 @@ def test_a_cpu_tensor_has_the_plain_path() -> None:
     assert choice.uses_triton(torch.zeros(1)) is False
 
 
-def test_a_fake_tensor_has_the_plain_path(hopper: OnCuda) -> None:
-    with FakeTensorMode():
-        assert choice.uses_triton(torch.empty(1, device="cuda")) is False
-
-
 @pytest.mark.parametrize("value, uses", [("0", False), ("1", True), ("", True)])
 def test_the_variable_disables_the_kernels(
     hopper: OnCuda, monkeypatch: pytest.MonkeyPatch, value: str, uses: bool
@@ -51,6 +46,21 @@ def test_without_triton_or_on_an_older_device_it_is_plain(
 ) -> None:
     monkeypatch.setattr(choice, missing, lambda *_: False)
     assert choice.uses_triton(hopper) is False  # type: ignore[arg-type]
+
+
+def test_devices_of_rocm_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their capabilities have another numbering: an MI300 says 9.4."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert choice._is_new.__wrapped__(OnCuda.device) is True
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert choice._is_new.__wrapped__(OnCuda.device) is False
+
+
+def test_a_fake_tensor_is_plain(hopper: OnCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no address that a kernel could read."""
+    fake = FakeTensorMode().from_tensor(torch.zeros(1))
+    monkeypatch.setattr(FakeTensor, "is_cuda", True, raising=False)
+    assert fake.is_cuda and choice.uses_triton(fake) is False
 
 
 def test_codecs_do_not_import_triton() -> None:

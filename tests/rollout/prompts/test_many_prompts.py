@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
+import pickle
 import random
 import resource
 import tracemalloc
@@ -161,6 +163,24 @@ def test_text_that_is_not_utf8_is_at_the_same_place(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(row_files, "_PIECE", piece)
         with refuses(ValueError, "UTF-8", "0xff", 20):
             list(json_rows(path))
+
+
+def test_a_forked_process_may_write_the_items_too() -> None:
+    """Both have those that were not written before the fork, and one position in the file. A copy of the descriptor
+    stands for the other process."""
+    spool: Spool[str] = Spool("prompts.jsonl")
+    for i in range(9):
+        spool.append(f"prompt {i}")
+    with os.fdopen(os.dup(spool._descriptor), "wb") as other:
+        other.write(spool._buffer)
+    spool.append("prompt 9")
+    assert list(spool) == [f"prompt {i}" for i in range(10)]
+
+
+def test_another_process_does_not_get_the_file() -> None:
+    """The number of a descriptor would stand for another file there."""
+    with pytest.raises(TypeError, match="file of this process"):
+        pickle.dumps(Spool("prompts.jsonl"))
 
 
 def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
