@@ -82,6 +82,19 @@ def test_only_named_servers_are_overwritten() -> None:
     assert not VerifyRun(side(), VerifyOptions(attached=[URL])).may_publish
 
 
+def test_new_samples_are_compared_with_the_last_checkpoint_of_the_run(tmp_path: Path) -> None:
+    """Not those of a server that runs, whose weights are its run's, and not kept ones."""
+    assert VerifyOptions().of_run(tmp_path).checkpoint is None
+    for step in (2, 10):
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step_{step}" / "run_state.json").touch()
+    (tmp_path / "checkpoints" / "latest").write_text("step_10\n")
+    assert VerifyOptions().of_run(tmp_path).checkpoint == tmp_path / "checkpoints" / "step_10"
+    given = VerifyOptions(checkpoint=tmp_path / "checkpoints" / "step_2")
+    for options in (given, VerifyOptions(attached=[URL]), VerifyOptions(rollouts=Path("step_1.jsonl"))):
+        assert options.of_run(tmp_path) is options
+
+
 def test_kept_samples_ask_no_server() -> None:
     for more in ({"attached": [URL]}, {"prompts": 8}):
         with refuses(ValueError, "--rollouts", "step_1.jsonl"):
