@@ -381,7 +381,8 @@ def _keep(done: dict[str, Tensor], names: Sequence[str], values: Sequence[Tensor
 
 def _on_device(w: Tensor) -> Tensor:
     """A weight as kernels read it: bf16, contiguous, at a multiple of 16 bytes."""
-    w = w.detach().to(torch.bfloat16).contiguous()
+    if not _is_plain(w):
+        w = w.detach().to(torch.bfloat16).contiguous()
     return w if _is_plain(w) else w.clone()
 
 
