@@ -170,7 +170,7 @@ def written(reply: Recorded, tokens: int) -> float:
 
 def of_workers(*, quick: bool) -> dict[str, float]:
     """Medians without the first round."""
-    out, rounds = dict[str, float](), 2 if quick else 5
+    out, rounds = dict[str, float](), 2 if quick else 9
     start_ray(None)
     try:
         for name, tokens in SIZES.items():
@@ -201,7 +201,7 @@ def main() -> None:
     add_write(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    rounds, figures = 2 if given.quick else 6, dict[str, float]()
+    rounds, figures = 2 if given.quick else 14, dict[str, float]()
     for name, tokens in SIZES.items():
         reply, count = recorded(tokens), max(2, (64 << 10) // tokens)
         with replayed(reply) as url:
