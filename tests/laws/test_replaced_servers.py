@@ -31,12 +31,13 @@ LONG = pytest.mark.long(beside=HERE)
 STEPS = 4
 TWO = (
     "rollout.servers=2",
-    "publish.replacements=3",
+    "rollout.restarts=3",
     f"train.steps={STEPS}",
     "checkpoint.every=0",
     "mismatch.checksums_every=1",
 )
-COUNTED = "sync/"  # metrics of publications
+# metrics of publications and of servers
+COUNTED = ("sync/", "rollout/servers_healthy", "rollout/restarts", "rollout/reissued")
 Row = dict[str, Any]
 
 
@@ -77,7 +78,7 @@ def same(where: Path, whole: Path) -> None:
         kept = [path / "rollouts" / f"step_{step}.jsonl" for path in (where, whole)]
         assert kept[0].read_bytes() == kept[1].read_bytes(), f"samples of step {step}"
     assert (where / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes()
-    assert untimed(where / "metrics.jsonl", COUNTED) == untimed(whole / "metrics.jsonl", COUNTED)
+    assert untimed(where / "metrics.jsonl", *COUNTED) == untimed(whole / "metrics.jsonl", *COUNTED)
     found, want = (tensors(path / "checkpoints" / f"step_{STEPS}" / "trainer") for path in (where, whole))
     assert found.keys() == want.keys() and len(found) > 20
     for name, x in found.items():

@@ -55,7 +55,7 @@ QUICK = (  # a deterministic run of little work, which still learns something at
     "checkpoint.every=1",
     "checkpoint.keep=3",
     "publish.bucket_bytes=20000",
-    "publish.replacements=0",
+    "rollout.restarts=0",
     "reward.name=tests.support.local_run:low_tokens",
 )
 
