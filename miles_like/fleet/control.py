@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from miles_like.types import Json
 
 FOLDER = "servers"
+COLUMNS = ("server", "state", "version", "restarts_left", "url", "why")  # of `miles-like servers list`
 Verb = Literal["add", "remove"]
 
 

@@ -30,6 +30,7 @@ from rollout.wire import endpoints
 _TICK_S = 1.0  # between two looks at processes
 _STARTING_S = 0.2  # between two looks at one that starts
 REMOVED = "a user has removed it"
+_HEALTH = " health"
 _ABORT_S = 10.0  # for the samples of a server that is removed to come back unfinished
 _UP = (State.HEALTHY, State.SUSPECT, State.STALE)  # states of a server with a process that has answered
 T = TypeVar("T")
@@ -245,7 +246,7 @@ class Fleet:
         name = f"server {server.number}"
         match server.state:
             case State.HEALTHY | State.SUSPECT | State.STALE:
-                self._start(f"{name} health", lambda: self._look_at_health(server), wanted=self._look_is_due(server))
+                self._start(name + _HEALTH, lambda: self._look_at_health(server), wanted=self._look_is_due(server))
             case State.DEAD if not self.roster.left(server):
                 self.roster.move(server, Event.GIVEN_UP, server.why)
             case State.DEAD | State.RETIRED if server.number not in self._halted:
@@ -318,7 +319,7 @@ class Fleet:
         self.roster.move(server, Event.UP, "its process answers")
 
     def _start(self, name: str, make: Callable[[], Coroutine[Any, Any, None]], *, wanted: bool = True) -> None:
-        """At most one task of a name; its errors are raised by the next call."""
+        """At most one task of a name, which wakes the watch when it ends; its errors are raised by the next call."""
         if (task := self._tasks.get(name)) is not None:
             if not task.done():
                 return
@@ -326,7 +327,8 @@ class Fleet:
             task.result()
         if wanted:
             task = self._tasks[name] = asyncio.create_task(make())
-            task.add_done_callback(lambda _: self._moved.set())
+            if not name.endswith(_HEALTH):  # of which there are many; it changes a state, or nothing is to be done
+                task.add_done_callback(lambda _: self._moved.set())
 
     # ---- what users ask for
 
