@@ -22,7 +22,9 @@ async def status_of(url: str, path: str) -> int:
     try:
         writer.write(f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode())
         line = (await reader.readline()).split()
-        return int(line[1]) if len(line) > 1 else 0
+        if len(line) < 2:
+            raise ValueError(f"{url} closed the connection, or does not speak HTTP")
+        return int(line[1])
     finally:
         writer.close()
 

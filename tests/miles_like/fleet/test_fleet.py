@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,7 +101,7 @@ class World:
         return await self.looks[url]() if url in self.looks else 200
 
     async def until(self, wanted: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not wanted():
                 await asyncio.sleep(TICK_S / 2)
 
@@ -329,7 +328,7 @@ def test_the_status_of_an_answer_over_a_socket() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         assert await health.status_of(url, "/health") == 503
-        with pytest.raises(ValueError), suppress(OSError):
+        with pytest.raises(ValueError):
             await health.status_of(url, "/other")
         server.close()
         await server.wait_closed()
