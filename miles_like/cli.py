@@ -26,6 +26,7 @@ from miles_like.commands.plan import plan
 from miles_like.commands.quantize import dequantize, quantize
 from miles_like.commands.report import compare, report
 from miles_like.commands.serve import serve
+from miles_like.commands.servers.app import servers
 from miles_like.commands.simulate import simulate
 from miles_like.commands.train import demo, init, train
 from miles_like.commands.verify import verify
@@ -57,6 +58,7 @@ app.add_typer(convert, name="convert", rich_help_panel=CHECKPOINTS)
 app.add_typer(data, name="data", rich_help_panel=DATA)
 app.add_typer(config, name="config", rich_help_panel=PLANS)
 app.add_typer(launch, name="launch", rich_help_panel=RUNS)
+app.add_typer(servers, name="servers", rich_help_panel=RUNS)
 
 
 def _print_version(asked: bool) -> None:

@@ -151,6 +151,17 @@ class RolloutConfig(Section):
     # time limit from loaded weights to the first answer: kernels, graphs, warm-up; None: included in start_timeout_s
     warmup_timeout_s: float | None = Field(None, gt=0)
     request_timeout_s: float = Field(120.0, gt=0)  # time limit of one HTTP request
+    # restarts of one server within restart_window_s, after which it is retired: because it died, hangs, or does not
+    # compute with the published weights even after a second publication. No server is restarted if servers and trainer
+    # take turns
+    restarts: int = Field(3, ge=0)
+    restart_window_s: float = Field(3600.0, gt=0)  # seconds in which restarts are counted
+    # the run ends when fewer servers are left that are not retired; with restarts = 0 and min_servers = servers it ends
+    # with the first server that fails
+    min_servers: int = Field(1, ge=1)
+    health_every_s: float = Field(5.0, gt=0)  # seconds between two requests to a server's /health
+    # a server whose /health is not answered for so many seconds hangs, and is ended
+    health_timeout_s: float = Field(30.0, gt=0)
     # port of server 0; server i uses port + i. None: any free port; for stock servers of a run 30000, or lower if the
     # kernel uses 30000 for outgoing connections
     port: int | None = Field(None, ge=1, le=65535)
@@ -173,6 +184,11 @@ class RolloutConfig(Section):
     @classmethod
     def variables_can_be_set(cls, given: Any) -> Any:
         return read_variables("rollout.env", given)
+
+    @property
+    def loses_servers(self) -> bool:
+        """Whether a run without turns goes on when a server fails."""
+        return self.restarts > 0 or self.min_servers < self.servers
 
     @property
     def has_episode_runner(self) -> bool:
@@ -212,6 +228,15 @@ class RolloutConfig(Section):
     def gpus_per_server(self) -> int:
         """Where servers compute on GPUs."""
         return {"embedded": 1, "sglang": self.sglang.tp_size, "vllm": self.vllm.tensor_parallel_size}[self.engine]
+
+    @model_validator(mode="after")
+    def enough_servers_are_started(self) -> RolloutConfig:
+        if self.min_servers > self.servers:
+            raise ValueError(
+                f"rollout.min_servers = {self.min_servers} of rollout.servers = {self.servers}: lower the former or "
+                "raise the latter"
+            )
+        return self
 
     @model_validator(mode="after")
     def the_engine_s_interpreter_is_used(self) -> RolloutConfig:
@@ -290,9 +315,6 @@ class PublishConfig(Section):
     # "distributed", beyond rollout.request_timeout_s, until they have a bucket to send. Must be less than
     # cluster.timeout_s, which limits the whole publication
     parts_timeout_s: float = Field(900.0, gt=0)
-    # how many servers a run restarts in all because they fail in a publication, or do not compute with the published
-    # weights even after a second one; 0: the run ends. No server is restarted if servers and trainer take turns
-    replacements: int = Field(3, ge=0)
     # bytes of tensors that are encoded before the servers are paused, which bounds the sender's memory
     hold_bytes: int = Field(2 << 30, ge=1)
     verify: bool = True  # compare the servers' checksums after every publication

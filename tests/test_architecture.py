@@ -146,6 +146,8 @@ RULES = {
     # rollout workers: the driver's side of them, which the loop calls, and their own
     "miles_like.cluster.workers": f"{CONTRACTS} routing_replay rollout.concurrency miles_like.batch"
     " miles_like.checkpoint miles_like.cluster miles_like.loop miles_like.nodes miles_like.report miles_like.storage",
+    # rollout servers that fail and are restarted: states, and the watch beside the loop
+    "miles_like.fleet": f"{CONTRACTS} rollout.episodes rollout.wire",
     "miles_like.alignment.layers": "",
     "miles_like.alignment": f"{CONTRACTS} quant routing_replay rollout.episodes rollout.publish rollout.seeds"
     " rollout.sglang rollout.wire megatron_bridge.config miles_like.algorithms.terms miles_like.batch"
@@ -179,12 +181,13 @@ RULES = {
     " miles_like.pipeline miles_like.planning miles_like.rewards miles_like.staging miles_like.supervised"
     " miles_like.device_table",
     "miles_like.run.setup": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
-    " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience miles_like.nodes"
-    " miles_like.pipeline miles_like.report miles_like.staging miles_like.storage miles_like.supervised"
-    " miles_like.rewards miles_like.turns miles_like.alignment",
+    " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience miles_like.fleet"
+    " miles_like.nodes miles_like.pipeline miles_like.report miles_like.staging miles_like.storage"
+    " miles_like.supervised miles_like.rewards miles_like.turns miles_like.alignment",
     "miles_like.run": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
     " miles_like.check_results miles_like.checkpoint miles_like.cluster miles_like.config miles_like.datasets"
-    " miles_like.experience miles_like.layout_search miles_like.loop miles_like.pipeline miles_like.planning"
+    " miles_like.experience miles_like.fleet miles_like.layout_search miles_like.loop miles_like.pipeline"
+    " miles_like.planning"
     " miles_like.preflight miles_like.report miles_like.rewards miles_like.run.setup miles_like.simulation"
     " miles_like.staging miles_like.stopping miles_like.storage miles_like.supervised miles_like.device_table"
     " miles_like.timing miles_like.turns miles_like.variables miles_like.alignment",
@@ -201,6 +204,7 @@ RULES = {
     "miles_like.commands.data": "miles_like.command_errors miles_like.commands miles_like.datasets miles_like.run",
     "miles_like.commands.config": "miles_like.command_errors miles_like.commands miles_like.config",
     "miles_like.commands.launch": "miles_like.command_errors miles_like.commands miles_like.config miles_like.launch",
+    "miles_like.commands.servers": "miles_like.command_errors miles_like.commands miles_like.fleet",
     "miles_like.cli": "miles_like.command_errors miles_like.commands",
     "miles_like.__main__": "miles_like.cli",
     "scripts": "miles_like.commands miles_like.pipeline",

@@ -38,7 +38,8 @@ from quant.formats.codec import QuantTensor
 from quant.registry import codec_or_none
 from quant.spec import QuantSpec
 from quant.stream import coded_weight_of, pair_stream, quantize_stream, stored_name
-from rollout.episodes.pool import EnginePool, Lost
+from rollout.episodes.pool import EnginePool
+from rollout.episodes.serving import Serving
 from rollout.publish.stock_hashes import stock_checksum, stored_parts
 from rollout.sglang.client import ServerClient
 from rollout.sglang.samples import RoutingShape
@@ -304,17 +305,20 @@ class Comparison:
     bounds: Bounds
     allowed: Bounds  # on the remaining gap
 
-    async def short(self, clients: Sequence[ServerClient], *, flush: bool = True, lost: Lost | None = None) -> Report:
+    async def short(
+        self, clients: Sequence[ServerClient], *, flush: bool = True, serving: Serving | None = None
+    ) -> Report:
         """Compare new samples of at most 256 tokens, without weight hashes. flush: empty the servers' caches
-        afterwards, which servers refuse while other requests are in flight. lost: as of EnginePool."""
+        afterwards, which servers refuse while other requests are in flight. serving: as of EnginePool."""
         params = replace(self.params, max_new_tokens=min(self.params.max_new_tokens, _SHORT))
-        report = await self.of(await EnginePool(clients, lost).generate(self.prompts, n=1, params=params))
+        report = await self.of(await EnginePool(clients, serving).generate(self.prompts, n=1, params=params))
         if flush:
             for client in clients:
                 try:
-                    await client.flush_cache()
+                    if serving is None or client in serving:
+                        await client.flush_cache()
                 except ServerLost:
-                    if lost is None:
+                    if serving is None:
                         raise
         return report
 

@@ -22,41 +22,52 @@ from miles_like.alignment.known_answer import KnownAnswer
 from miles_like.alignment.live import Comparison
 from miles_like.alignment.report import Report
 from miles_like.types import Prompt, PublishReport, ServerFault, ServerLost
-from rollout.episodes.pool import Lost
+from rollout.episodes.serving import Serving
 from rollout.seeds import seed_of
 from rollout.sglang.client import ServerClient
 
 _Held = Sequence[Mapping[str, str]]  # of each rank of a server: tensor name -> hash
 
 
-class Replacements(Protocol):
-    """Replaces servers of the run, and publishes to some of them (miles_like.run.setup.replacing)."""
+class Fleet(Protocol):
+    """The servers of a run that goes on without some of them (miles_like.fleet)."""
 
     @property
-    def left(self) -> int:
-        """Servers that may still be replaced."""
+    def needs_trainer(self) -> bool:
+        """Whether a server that joins gets the trainer's weights as they are then."""
 
     @property
-    def limit(self) -> int:
-        """Servers that may be replaced in all."""
+    def targets(self) -> Collection[str]:
+        """URLs of the servers of the last publication."""
 
-    def expect(self) -> None:
-        """A publication begins. Requests to a server that does not answer are sent to others, or wait."""
+    @property
+    def serving(self) -> Serving: ...
 
-    def leave_out(self, urls: Collection[str]) -> None:
-        """Sends no further request to these servers until `serve`."""
+    async def prepare(self) -> None:
+        """A publication begins. Raises RuntimeError where no server is left."""
 
     async def publish(self, version: int, urls: Collection[str]) -> PublishReport:
-        """Publishes to some of the servers."""
-
-    async def replace(self, faults: Sequence[ServerFault]) -> None:
-        """Stops servers and starts others at their addresses. Raises RuntimeError where one does not start."""
+        """Publishes to some of the targets."""
 
     async def join(self, version: int, urls: Collection[str]) -> PublishReport:
         """Publishes to servers that were started since, by one full load."""
 
-    def serve(self) -> None:
-        """All servers serve the version."""
+    def leave_out(self, faults: Sequence[ServerFault]) -> None:
+        """Sends these servers no further request until they are verified."""
+
+    def fail(self, faults: Sequence[ServerFault]) -> None:
+        """Others are started in the place of these servers."""
+
+    def verified(self, urls: Collection[str], version: int) -> None:
+        """These servers compute with the weights of `version`."""
+
+    async def settled(self) -> None:
+        """A publication is over. From now on further servers may join, by `RunChecks.join`; returns once one serves."""
+
+    async def close(self) -> None:
+        """The trainer's weights will change: no server joins until `settled`."""
+
+    def metrics(self) -> Mapping[str, float]: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +77,7 @@ class RunChecks:
 
     known: the text that servers score after each publication; None: they are not asked. republish: publishes the
     trainer's weights again as the version that is given. turns: servers and trainer take turns, so that the servers get
-    the weights once more after the trainer was asked. replacements: of servers that a publication left out or that do
+    the weights once more after the trainer was asked. fleet: replaces servers that a publication left out or that do
     not compute with its weights; None: the run ends.
     comparison: the settings of a comparison; its prompts and its seed are replaced. idle: whether the servers have no
     request in flight after a publication; their caches are then emptied again.
@@ -84,18 +95,17 @@ class RunChecks:
     idle: bool
     console: Console
     turns: bool = False
-    replacements: Replacements | None = None
+    fleet: Fleet | None = None
     _published: _Held = field(default=())
+    _served: tuple[int, PublishReport | None] = field(default=(0, None), init=False)  # version, how it was published
     _beside_training: bool = field(default=False, init=False)
     _times: int = field(default=0, init=False)  # that the version was published
-    # since the last metrics: publications beside the first ones, and servers
-    _republished: int = field(default=0, init=False)
-    _replaced: int = field(default=0, init=False)
+    _republished: int = field(default=0, init=False)  # publications beside the first ones, since the last metrics
 
     async def before_publication(self) -> None:
         """Call with the weights that the publication will send."""
-        if self.replacements is not None:
-            self.replacements.expect()
+        if self.fleet is not None:
+            await self.fleet.prepare()
         if self.known is not None:
             await self.known.expect()
 
@@ -108,7 +118,7 @@ class RunChecks:
             report, _ = await self._settle(step, report)
         if self.check_prompts:
             began = time.perf_counter()
-            found = await self._of(step).short(self.clients, flush=True, lost=self._lost)
+            found = await self._of(step).short(self.clients, flush=True, serving=self._serving)
             check_before_start(found, self.console, time.perf_counter() - began)
         if report is None or self.check_prompts:  # with turns the comparison has published once more
             report, _ = await self._settle(step, report)
@@ -125,8 +135,9 @@ class RunChecks:
         """Call after the publication of `step` trained steps. Returns its report, with all that was sent, and metrics.
         beside_training: the trainer trains the next step and is not asked; not where `hold_training`.
 
-        Servers that do not compute with the published weights are published to once more, then replaced. Raises
-        RuntimeError naming them when they still do not and no further one may be replaced, and naming step and causes
+        Servers that do not compute with the published weights are published to once more, then replaced, while the
+        others go on. Raises RuntimeError naming them where none may be replaced or too few are left, and naming step
+        and causes
         when two comparisons of different samples both exceed what the precision explains; a rare near-tie exceeds it in
         one comparison only."""
         self._times, self._beside_training = 1, beside_training
@@ -136,14 +147,13 @@ class RunChecks:
             whole, figures = await self._settle(step, whole)  # with turns the comparison has published once more
         assert whole is not None, "of a publication"
         await self._note(step, whole)
-        figures["sync/republications"], figures["sync/replacements"] = float(self._republished), float(self._replaced)
-        self._republished = self._replaced = 0
-        return whole, figures
+        figures["sync/republications"], self._republished = float(self._republished), 0
+        return whole, figures | ({} if self.fleet is None else dict(self.fleet.metrics()))
 
     async def _compare(self, step: int) -> None:
         found: list[Report] = []
         for attempt in range(2):
-            found.append(await self._of(step, attempt).short(self.clients, flush=self.idle, lost=self._lost))
+            found.append(await self._of(step, attempt).short(self.clients, flush=self.idle, serving=self._serving))
             if found[-1].ok:
                 return
         raise RuntimeError(
@@ -153,20 +163,18 @@ class RunChecks:
         )
 
     @property
-    def _lost(self) -> Lost | None:
-        """Of a comparison, which samples on the servers that answer; the others are replaced after it, or at the next
-        publication."""
-        return self._report if self.replacements is not None and self.replacements.left else None
-
-    def _report(self, why: str) -> None:
-        self.console.print(f"{'':12}{why}; its requests go to other servers", markup=False, soft_wrap=True)
+    def _serving(self) -> Serving | None:
+        """The servers on which a comparison samples; None: on all."""
+        return None if self.fleet is None else self.fleet.serving
 
     async def before_training(self, step: int) -> None:
         """Raises RuntimeError naming server and tensors when a server's weights are not those published last. Checks
         only every `checksums_every` steps."""
+        if self.fleet is not None and self.fleet.needs_trainer:
+            await self.fleet.close()
         if not (self._due(step) and self._published):
             return
-        for client, held in zip(self.clients, await self._held(), strict=True):
+        for client, held in await self._held():
             if held is not None and (wrong := differing(self._published, held)):
                 shown = f"{', '.join(wrong[:3])}{', ...' if len(wrong) > 3 else ''}"
                 raise RuntimeError(
@@ -180,64 +188,69 @@ class RunChecks:
         """Let every server score the known text, and repair those that do not serve version `step`. report: of its
         publication so far; it is returned with what was sent since. Also returns metrics."""
         faults = [] if report is None else list(report.failed)
-        wrong, gap = await self._wrong({c.url for c in self.clients} - {f.url for f in faults})
+        wrong, gap = await self._wrong(self._targets - {f.url for f in faults})
         faults += wrong
-        if faults and self.replacements is not None:  # what a server computes with other weights would be trained
-            self.replacements.leave_out({f.url for f in faults})
+        if self.fleet is not None:  # what a server computes with other weights would be trained
+            self.fleet.leave_out([f for f in faults if f.answers])
+            self.fleet.fail([f for f in faults if not f.answers])
         if any(f.answers for f in faults):
             report, faults, gap = await self._again(step, report, faults)
-        while faults:
-            report, faults, more = await self._replace(step, report, faults)
-            gap = max(gap, more)
-        if self.replacements is not None:
-            self.replacements.serve()
+        if self.fleet is None and faults:
+            raise RuntimeError(self._refusal(step, faults))
+        if self.fleet is not None:
+            self._served = step, report
+            self.fleet.fail(faults)
+            self.fleet.verified(self._targets - {f.url for f in faults}, step)
+            await self.fleet.settled()
         return report, {} if self.known is None else {"mismatch/known_answer": gap}
+
+    @property
+    def _targets(self) -> set[str]:
+        """The servers of the last publication."""
+        return {c.url for c in self.clients} if self.fleet is None else set(self.fleet.targets)
 
     async def _again(
         self, step: int, report: PublishReport | None, faults: Sequence[ServerFault]
     ) -> tuple[PublishReport, list[ServerFault], float]:
-        """Publishes once more, to all servers that answer. Returns as `_replace`."""
+        """Publishes once more, to all servers that answer. Returns the report of all that was sent of the version,
+        the servers that still do not compute with it, and the greatest gap of the others."""
         again = " again" if self._times else ""
         text = f"version {step} is published{again}: {'; '.join(f.why for f in faults if f.answers)}"
         self.console.print(f"{'':12}{text}", markup=False, soft_wrap=True)
         dead = [f for f in faults if not f.answers]
-        there = {c.url for c in self.clients} - {f.url for f in dead}
-        if dead and self.replacements is not None:
-            later = await self.replacements.publish(step, there)
-        else:
-            later = await self.republish(step)
+        there = self._targets - {f.url for f in dead}
+        later = await (self.republish(step) if self.fleet is None else self.fleet.publish(step, there))
         self._times, self._republished = self._times + 1, self._republished + 1
         wrong, gap = await self._wrong(there - {f.url for f in later.failed})
         return later if report is None else report.followed_by(later), [*dead, *later.failed, *wrong], gap
 
-    async def _replace(
-        self, step: int, report: PublishReport | None, faults: Sequence[ServerFault]
-    ) -> tuple[PublishReport, list[ServerFault], float]:
-        """Replaces servers, which join at version `step`. Returns the report of all that was sent of it, the faults of
-        those that were started, and the greatest gap of the others."""
-        replacements, urls = self.replacements, {f.url for f in faults}
-        if replacements is None or replacements.left < len(faults):
-            raise RuntimeError(self._refusal(step, faults))
-        await replacements.replace(faults)
-        self._replaced += len(faults)
-        joined = await replacements.join(step, urls)
-        wrong, gap = await self._wrong(urls - {f.url for f in joined.failed})
-        if report is not None and report.checksums and joined.checksums and report.checksums != joined.checksums:
+    async def join(self, urls: Collection[str]) -> list[ServerFault]:
+        """Brings servers up to the current version, and lets those serve that are shown to compute with it. Returns
+        what is wrong with the others. Raises RuntimeError or ValueError as a publication."""
+        assert self.fleet is not None, "servers join a fleet"
+        step, report = self._served
+        # the weights that no publication has sent are those with which servers start
+        joined = None if report is None else await self.fleet.join(step, urls)
+        failed = [] if joined is None else list(joined.failed)
+        beside, self._beside_training = self._beside_training, not self.fleet.needs_trainer
+        wrong, _ = await self._wrong(set(urls) - {f.url for f in failed})
+        self._beside_training = beside
+        failed += wrong
+        right = set(urls) - {f.url for f in failed}
+        if report and joined and report.checksums and joined.checksums and report.checksums != joined.checksums:
             which = ", ".join(differing(report.checksums, joined.checksums)[:3])
-            wrong += [
+            failed += [
                 ServerFault(url, f"server {url} has different weights from the others ({which})", True)
-                for url in sorted(urls - {f.url for f in [*joined.failed, *wrong]})
+                for url in sorted(right)
             ]
-        whole = joined if report is None else report.followed_by(joined)
-        return whole, [*joined.failed, *wrong], gap
+            right = set()
+        self.fleet.verified(right, step)
+        return failed
 
     def _refusal(self, step: int, faults: Sequence[ServerFault]) -> str:
         times = {1: "once", 2: "twice"}.get(self._times, f"{self._times} times")
         scored = "" if self.known is None else f" (median of {len(self.known.text) - 1} tokens that all servers score)"
         bound = " Servers are not replaced while servers and trainer take turns." if self.turns else ""
-        if self.replacements is not None:
-            done = self.replacements.limit - self.replacements.left
-            bound = f" Servers replaced in this run: {done}; publish.replacements = {self.replacements.limit}."
         return (
             f"version {step} was published {times}, but servers do not compute with it: "
             f"{'; '.join(f.why for f in faults)}{scored}.{bound} No sample of it is trained: `miles-like "
@@ -263,21 +276,22 @@ class RunChecks:
         """Record the checksums that the servers must still have before the next step trains."""
         self._published = ()
         if self._due(step):
-            own = [] if report and report.checksums else [held for held in await self._held() if held is not None]
+            own = [] if report and report.checksums else [held for _, held in await self._held() if held is not None]
             self._published = report.checksums if report and report.checksums else next(iter(own), ())
 
-    async def _held(self) -> list[_Held | None]:
-        """Of each server; None for one that does not answer and is replaced at the next publication."""
+    async def _held(self) -> list[tuple[ServerClient, _Held | None]]:
+        """Of each server that serves; None for one that does not answer."""
 
-        async def held(client: ServerClient) -> _Held | None:
+        async def held(client: ServerClient) -> tuple[ServerClient, _Held | None]:
             try:
-                return (await client.checksum()).per_rank
+                return client, (await client.checksum()).per_rank
             except ServerLost:
-                if self.replacements is None or not self.replacements.left:
+                if self.fleet is None:
                     raise
-                return None
+                return client, None
 
-        return list(await asyncio.gather(*(held(client) for client in self.clients)))
+        asked = [c for c in self.clients if self.fleet is None or c in self.fleet.serving]
+        return list(await asyncio.gather(*map(held, asked)))
 
     def _of(self, step: int, attempt: int = 0) -> Comparison:
         n, size = self.check_prompts, len(self.prompts)

@@ -25,6 +25,8 @@ from rollout.sglang.startup import POLL_S, Progress, Startup
 
 _LOOK_S = 60.0  # time limit for an actor to look at its process
 _FAILED_S = 10.0  # the same, where the run has failed already
+_GLANCE_S = 1.0  # for all actors to look at processes that ran a second ago
+_GRACE_S = 1.0  # for a server that hangs, or of which nothing is wanted any more
 _PINGS = 5
 
 
@@ -50,9 +52,10 @@ class _Server(Process):
         """Of `Progress.failed_at`."""
         return time.monotonic()
 
-    def stop(self) -> None:
+    def stop(self, grace_s: float = 10.0) -> None:
+        """grace_s: for the process to end by itself."""
         if self.startup is not None:  # None where the launch failed
-            self.startup.handle.stop()
+            self.startup.handle.stop(grace_s)
 
 
 class RayServers:
@@ -73,15 +76,18 @@ class RayServers:
         self._slots = [slot for slot, _ in launches]
         self._title = launches[0][1].title if launches else "rollout server"
         self._names = [f"{self._title} {s.index}{f' part {s.node_rank}' if s.nnodes > 1 else ''}" for s in self._slots]
-        self._nodes = nodes
-        self._logs = [log_dir / f"rollout_actor{s.index}.{s.node_rank}.log" for s in self._slots]
+        self._nodes, self._log_dir = nodes, log_dir
+        self._logs = [self._log_of(s) for s in self._slots]
         self._actors = [nodes.start(_Server, s, log) for s, log in zip(self._slots, self._logs, strict=True)]
         self._urls: dict[int, str] = {}  # of servers that have answered
         self._ready: set[int] = set()  # servers that answer
+        self._halted = set[int]()  # servers that are not wanted, or not yet started again
+        self._glances: dict[int, Any] = {}  # part -> a look that has not been answered yet
         self._shown: dict[int, str] = {}  # server -> the phase that was reported last
         addresses = self._results([a.address.remote() for a in self._actors], ACTOR_S)
-        here = {own_address()} == {node.address for node in nodes.nodes}  # the clients of the servers are here too
-        hosts = ["127.0.0.1" if here else ip for ip, _ in addresses]
+        # whether the clients of the servers are here too
+        self._here = {own_address()} == {node.address for node in nodes.nodes}
+        hosts = ["127.0.0.1" if self._here else ip for ip, _ in addresses]
         placed = [
             replace(launch, host=host, index=slot.index) for (slot, launch), host in zip(launches, hosts, strict=True)
         ]
@@ -109,16 +115,88 @@ class RayServers:
         """Stop the servers at `urls`, with all their parts, and start others with the same weights in their slots, at
         the same URLs. Returns once they answer. say, RuntimeError: as of `wait`; the other servers run on."""
         servers = {server for server, url in self._urls.items() if url in urls}
-        parts = [i for i, s in enumerate(self._slots) if s.index in servers]
-        self._stop(parts)
+        for server in servers:
+            self.restart(server)
+        self._wait(say, [i for i, s in enumerate(self._slots) if s.index in servers])
+
+    # ---- a run that goes on without some of its servers (miles_like.fleet)
+
+    def deaths(self) -> dict[int, str]:
+        """Servers that were ready and whose process, or that of a part, or the actor that owns it, has ended, and why.
+        An actor that does not answer at once is asked again by the next call. Never raises."""
+        parts = [i for i, s in enumerate(self._slots) if s.index in self._ready and s.index not in self._halted]
+        refs = {i: self._glances.get(i) or self._actors[i].look.remote(True) for i in parts}
+        done, _ = ray.wait([*refs.values()], num_returns=len(refs), timeout=_GLANCE_S) if refs else ([], [])
+        self._glances = {i: ref for i, ref in refs.items() if ref not in done}
+        found: dict[int, str] = {}
+        for i, ref in refs.items():
+            if ref not in done:
+                continue
+            try:
+                failure = get_result(ref, self._names[i], _LOOK_S).failure
+            except RuntimeError as e:
+                failure = str(e)
+            if failure is not None:
+                found.setdefault(self._slots[i].index, failure)
+        return found
+
+    def halt(self, server: int) -> None:
+        """End a server's processes, of all its parts, almost at once. Never raises."""
+        self._halted.add(server)
+        self._ready.discard(server)
+        parts = self._parts(server)
+        self._stop(parts, _GRACE_S)
+        for i in parts:
+            self._glances.pop(i, None)
+
+    def restart(self, server: int) -> None:
+        """End a server's processes and begin others in their slots, at the same URL. Raises RuntimeError where they
+        cannot be begun; `look` says when they answer."""
+        self.halt(server)
+        parts, url = self._parts(server), self._urls.get(server)
         for i in parts:
             slot = self._slots[i]
-            if slot.node_rank == 0:
-                self._placed[i] = replace(self._placed[i], port=int(self._urls[slot.index].rpartition(":")[2]))
+            if slot.node_rank == 0 and url is not None:
+                self._placed[i] = replace(self._placed[i], port=int(url.rpartition(":")[2]))
             self._actors[i] = self._nodes.start(_Server, slot, self._logs[i])
-        self._ready -= servers
+        self._halted.discard(server)
         self._results([self._actors[i].begin.remote(self._placed[i]) for i in parts], ACTOR_S, parts)
-        self._wait(say, parts)
+
+    def look(self, server: int) -> Progress:
+        """At a server that starts: its head, or the failure of one of its parts. Raises RuntimeError where an actor
+        does not answer."""
+        parts = self._parts(server)
+        looks = self._look(_LOOK_S, parts)
+        head = next(looks[i] for i in parts if self._slots[i].node_rank == 0)
+        if head.ready:
+            self._urls[server] = head.url
+            self._ready.add(server)
+        return next((look for look in looks.values() if look.failure is not None), head)
+
+    def add(self, slot: Slot, launch: ServerLaunch) -> None:
+        """Begin to start another server of one part, on CPU. Raises RuntimeError where it cannot be begun."""
+        log = self._log_of(slot)
+        actor = self._nodes.start(_Server, slot, log)
+        name = f"{self._title} {slot.index}"
+        ip, _ = get_result(actor.address.remote(), name, ACTOR_S)
+        placed = replace(launch, host="127.0.0.1" if self._here else ip, index=slot.index)
+        get_result(actor.begin.remote(placed), name, ACTOR_S)
+        for of, one in (
+            (self._placed, placed),
+            (self._names, name),
+            (self._logs, log),
+            (self._actors, actor),
+            (self._slots, slot),
+        ):
+            of.append(one)  # type: ignore[attr-defined]
+
+    def _parts(self, server: int) -> list[int]:
+        return [i for i, slot in enumerate(self._slots) if slot.index == server]
+
+    def _log_of(self, slot: Slot) -> Path:
+        return self._log_dir / f"rollout_actor{slot.index}.{slot.node_rank}.log"
+
+    # ---- starts and failures
 
     def _wait(self, say: Callable[[str], None], parts: Sequence[int]) -> None:
         """Until all servers with these parts answer."""
@@ -153,8 +231,9 @@ class RayServers:
 
     def failure(self) -> str | None:
         """Which server or part has ended first, and why; None while all run. Never raises."""
+        wanted = [i for i, slot in enumerate(self._slots) if slot.index not in self._halted]
         try:
-            return self._first_failure(self._look(_FAILED_S, range(len(self._slots))))
+            return self._first_failure(self._look(_FAILED_S, wanted))
         except RuntimeError as e:
             return str(e)
 
@@ -207,8 +286,8 @@ class RayServers:
         has ended with it."""
         self._stop(range(len(self._slots)))
 
-    def _stop(self, parts: Sequence[int]) -> None:
-        stopping = [self._actors[i].stop.remote() for i in parts]
+    def _stop(self, parts: Sequence[int], grace_s: float = 10.0) -> None:
+        stopping = [self._actors[i].stop.remote(grace_s) for i in parts]
         for i, ref in zip(parts, stopping, strict=True):
             with contextlib.suppress(RayError):
                 ray.get(ref, timeout=30)

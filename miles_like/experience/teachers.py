@@ -10,10 +10,10 @@ Letters: S tokens a sample, P prompt tokens, A a teacher's prompt tokens, R resp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -113,6 +113,15 @@ class TeacherProcess:
             return self.client
 
 
+class Serves(Protocol):
+    """Which servers of the rollout get requests (rollout.episodes.serving)."""
+
+    def __contains__(self, engine: Any) -> bool: ...
+    def lose(self, engine: Any, error: ServerLost) -> None: ...
+    async def some(self, engines: Collection[Any]) -> None:
+        """Returns once one of these serves. Raises ServerLost."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTeacher:
     """A teacher on one or several equal servers; each scores a share of the sequences. A request that fails is sent
@@ -121,6 +130,7 @@ class ServerTeacher:
     name: str
     clients: Sequence[ServerClient]
     prompt_of: PromptOf = as_it_is
+    serving: Serves | None = None  # which of the rollout's servers have the current weights; None: all of `clients`
     top_k: int = 0
     at_once: int = 64  # sequences a request
     vocabulary: int | None = None  # tokens of the student's; None: not checked
@@ -131,7 +141,10 @@ class ServerTeacher:
 
     @property
     def servers(self) -> Sequence[ServerClient]:
-        return self.clients if self.started is None else (self.started.client,)
+        if self.started is not None:
+            return (self.started.client,)
+        serving = self.serving
+        return self.clients if serving is None else [c for c in self.clients if c in serving]
 
     async def start(self) -> None:
         """Checks that every server answers, and that its tokenizer, if its directory can be read here, equals the
@@ -154,6 +167,8 @@ class ServerTeacher:
         asked = [(list(self.prompt_of(g.prompt)), _response(g.prompt, s)) for g in groups for s in g.samples]
         step = max(1, self.at_once * _CANDIDATES // max(_CANDIDATES, 1 + self.top_k))
         shares = [range(i, min(i + step, len(asked))) for i in range(0, len(asked), step)]
+        if self.serving is not None:
+            await self.serving.some(self.clients)
         try:
             done = await all_or_first_error(
                 self._share(self.servers[i % len(self.servers)], [asked[j] for j in share])
@@ -171,11 +186,15 @@ class ServerTeacher:
                 scores = await client.score_after(texts, start, top=self.top_k)
                 break
             except RolloutError as e:
-                if not left or not (self.own or (isinstance(e, ServerLost) and len(self.clients) > 1)):
+                if not left or not (self.own or (isinstance(e, ServerLost) and self.serving is not None)):
                     raise
                 hangs = isinstance(e, ServerLost) and left == 1
+                lost = e
             if not self.own:  # a server of the rollout, which the run replaces; another has the same weights
-                client = self.clients[(self.clients.index(client) + 1) % len(self.clients)]
+                assert self.serving is not None and isinstance(lost, ServerLost)
+                self.serving.lose(client, lost)
+                await self.serving.some(self.clients)
+                client = self.servers[0]
             elif self.started is None:
                 await asyncio.sleep(_PAUSE_S)
             else:

@@ -18,8 +18,9 @@ from miles_like.report.metrics import eval_metrics
 from miles_like.report.progress import PhaseBar
 from miles_like.types import Prompt, SampleGroup, SamplingParams, ServerLost, Unit
 from rollout.episodes.groups import run_groups
-from rollout.episodes.pool import EnginePool, Lost
+from rollout.episodes.pool import EnginePool
 from rollout.episodes.runner import SINGLE_TURN, EpisodeRunner
+from rollout.episodes.serving import Serving
 from rollout.prompts.config import DataConfig
 from rollout.prompts.mix import PromptSource
 from rollout.prompts.source import Tokenizer
@@ -94,7 +95,7 @@ async def answers(
     version: int,
     alone: bool,
     runner: EpisodeRunner = SINGLE_TURN,
-    lost: Lost | None = None,
+    serving: Serving | None = None,
     search: Search | None = None,
     workers: Answering | None = None,
 ) -> Answers:
@@ -104,12 +105,12 @@ async def answers(
     params: defaults of temperature and length for a set that does not set them. alone: no other request is in flight,
     and the engines drop their prefix caches afterwards: which prefixes are cached changes last bits of the next
     rollout, so a resumed run and one that never stopped must start from the same cache. runner: the run's, so that a
-    model is evaluated in the episodes that it is trained in. lost: as of EnginePool. search: choose among the sampled
-    answers, and sample others by beams. workers: answer instead of this process, except where the set's reward scores
-    all answers at once. Raises RuntimeError for an answer with a token of another weight version than
+    model is evaluated in the episodes that it is trained in. serving: as of EnginePool. search: choose among the
+    sampled answers, and sample others by beams. workers: answer instead of this process, except where the set's reward
+    scores all answers at once. Raises RuntimeError for an answer with a token of another weight version than
     `version`.
     """
-    c, engine = held.config, runner.wrap(EnginePool(engines, lost))
+    c, engine = held.config, runner.wrap(EnginePool(engines, serving))
     asked = dataclasses.replace(
         params,
         temperature=params.temperature if c.temperature is None else c.temperature,
@@ -135,9 +136,10 @@ async def answers(
     if alone:
         for e in engines:
             try:
-                await e.flush_cache()
+                if serving is None or e in serving:
+                    await e.flush_cache()
             except ServerLost:
-                if lost is None:
+                if serving is None:
                     raise
     return Answers(config=c, greedy=greedy, sampled=sampled, searched=searched)
 
@@ -150,13 +152,13 @@ async def evaluate(
     version: int,
     alone: bool,
     runner: EpisodeRunner = SINGLE_TURN,
-    lost: Lost | None = None,
+    serving: Serving | None = None,
     workers: Answering | None = None,
 ) -> dict[str, float]:
     """`eval/{set}/...` of all sets at a weight version; arguments and errors as in `answers`. Empty without sets."""
     out = dict[str, float]()
     for held in sets:
-        how: dict[str, Any] = {"alone": alone, "runner": runner, "lost": lost, "workers": workers}
+        how: dict[str, Any] = {"alone": alone, "runner": runner, "serving": serving, "workers": workers}
         found = await answers(engines, held, params=params, version=version, **how)
         out |= found.figures()
     return out
@@ -167,7 +169,7 @@ class Evaluator:
     """Evaluates published weights on the held-out sets of a run, which `engines` answer.
 
     every: steps between two evaluations, besides those before the first and after the last step; 0: never. seed: of
-    the run. alone, runner, lost, workers: as in `answers`.
+    the run. alone, runner, serving, workers: as in `answers`.
     """
 
     engines: Sequence[Examined]
@@ -178,7 +180,7 @@ class Evaluator:
     every: int
     progress: PhaseBar
     runner: EpisodeRunner = SINGLE_TURN
-    lost: Lost | None = None
+    serving: Serving | None = None
     workers: Answering | None = None
 
     def due(self, step: int, *, last: bool) -> bool:
@@ -199,7 +201,7 @@ class Evaluator:
             version=version,
             alone=self.alone,
             runner=self.runner,
-            lost=self.lost,
+            serving=self.serving,
             workers=self.workers,
         )
 

@@ -22,6 +22,7 @@ RUN_FILES = (
     "report.html",
     "plots",
     "published",
+    "servers",
     "verify",
     MARKER,
 )

@@ -17,7 +17,7 @@ from miles_like.alignment.drill_down import DrillDown
 from miles_like.alignment.known_answer import KnownAnswer, text_of
 from miles_like.alignment.live import Comparison, LiveTrainer
 from miles_like.alignment.same_bits import check_same_bits
-from miles_like.alignment.server_checks import Replacements, RunChecks
+from miles_like.alignment.server_checks import Fleet, RunChecks
 from miles_like.config.run import RunConfig
 from miles_like.protocols import TrainerRanks
 from miles_like.run.setup.rollout_side import RolloutSide
@@ -112,7 +112,7 @@ def server_checks(
     prompts: Sequence[Prompt],
     console: Console,
     publish: Callable[[int], Awaitable[PublishReport]],
-    replacements: Replacements | None = None,
+    fleet: Fleet | None = None,
 ) -> RunChecks:
     """The checks of a run's servers between two steps, on samples of `prompts`. publish: publishes a version once
     more."""
@@ -130,5 +130,5 @@ def server_checks(
         idle=not c.in_flight_at_publication,
         console=console,
         turns=c.takes_turns,
-        replacements=replacements,
+        fleet=fleet,
     )

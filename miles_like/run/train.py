@@ -26,6 +26,7 @@ from miles_like.cluster.workers.values import HeldValues
 from miles_like.experience.experience import Experience, OwnValues, Scorer, TokenValues
 from miles_like.experience.held_teachers import HeldTeachers
 from miles_like.experience.teachers import Teachers
+from miles_like.fleet.fleet import Fleet
 from miles_like.loop.buffer import DataBuffer
 from miles_like.loop.controller import Controller
 from miles_like.loop.evaluation import Evaluator, HeldOut, held_out
@@ -43,9 +44,9 @@ from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards
 from miles_like.run.alignment import check_bits, server_checks
 from miles_like.run.setup.delivery import DirectoryDelivery, TrainerPublication, publication_of
-from miles_like.run.setup.launcher import Launcher, freeze_gc
+from miles_like.run.setup.fleet import RunningServers, ServerUses, run_fleet
+from miles_like.run.setup.launcher import Launcher, freeze_gc, ready
 from miles_like.run.setup.model_plan import ModelPlan, run_algorithm
-from miles_like.run.setup.replacing import Engines, RunningServers, RunReplacements
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.sampler import EngineSampler, answering
 from miles_like.run.setup.teachers import RunTeachers, run_teachers
@@ -54,10 +55,11 @@ from miles_like.run.setup.turn_taking import TurnTaking, release_servers, releas
 from miles_like.run.setup.worker_side import tokens_of
 from miles_like.stopping import Deadline, StopRequest, command_began, run_to_end
 from miles_like.turns.users import TurnAnswers, TurnFeed
-from miles_like.types import GREEDY, PublishReport, SampleGroup
+from miles_like.types import GREEDY, PublishReport, SampleGroup, ServerLost
 from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.pool import EnginePool
 from rollout.episodes.runner import EpisodeRunner
+from rollout.episodes.serving import Serving
 from rollout.prompts.contamination import decontaminate
 from rollout.prompts.mix import PromptSource
 from rollout.sglang.client import ServerClient
@@ -123,7 +125,7 @@ def train(
             reference = launcher.reference(plan, algorithm.loss)
             urls = servers.wait(say)
         teachers.wait(say)
-        say(_ready(plan, len(urls), time.perf_counter() - started, critic=critic is not None))
+        say(ready(plan, len(urls), time.perf_counter() - started, critic=critic is not None))
         c = plan.config.train
         for sentence in repeated(len(prompts.source), steps=c.steps, groups=c.groups_per_step):
             say(sentence)
@@ -146,17 +148,6 @@ def train(
         with servers.naming_failures(), teachers.naming_failures():
             run_to_end(run.loop(urls), run.stop, plan.config.checkpoint.grace_s)
     files.end()
-
-
-def _ready(plan: ModelPlan, servers: int, seconds: float, *, critic: bool) -> str:
-    """`Ready in 17 s: 2 trainer ranks, 1 rollout server. Routing data: 8 B/token (int32 would need 48).`"""
-    ranks = [
-        (len(plan.placement.of("trainer")), "trainer rank"),
-        (len(plan.placement.critics()) * critic, "critic rank"),
-    ]
-    counted = [f"{n} {what}{'s' * (n > 1)}" for n, what in (*ranks, (servers, "rollout server")) if n]
-    routes = f" {shape.payload}." if (shape := plan.model.routing) else ""
-    return f"Ready in {seconds:.0f} s: {', '.join(counted)}.{routes}"
 
 
 def _servers(
@@ -202,6 +193,8 @@ class TrainingRun:
         self.models: Mapping[str, TrainerRanks] = self._ranks
         self.reference = reference
         self._taking: TurnTaking | None = None
+        self.serving: Serving | None = None  # None: all servers serve, and the run ends with the first that fails
+        self.fleet: Fleet | None = None
         self.values: TokenValues = OwnValues()
         self.publication: TrainerPublication | DirectoryDelivery  # `loop` makes it
         self.controller = controller
@@ -220,26 +213,60 @@ class TrainingRun:
         """
         c = self.config
         clients = [self.rollout.client(url) for url in urls]
+        watched = c.rollout.loses_servers and not c.takes_turns
+        self.serving = Serving(urls, self._lost, limit_s=c.cluster.timeout_s) if watched else None
+        pool = EnginePool(clients, self.serving)
         # the state of an episode and of a user's generate function is not saved: they begin again after a resume
-        lost = self._lost if (may_replace := c.publish.replacements > 0 and not c.takes_turns) else None
-        pool = EnginePool(clients, lost)
-        partial = PartialRollouts(pool, keep_groups=not c.rollout.has_episode_runner)
-        engine = answering(self.runner, partial, self.algorithm)
-        workers = await self.workers(urls, goes_on=may_replace)
+        unfinished = PartialRollouts(pool, keep_groups=not c.rollout.has_episode_runner)
+        engine = answering(self.runner, unfinished, self.algorithm)
+        workers = await self.workers(urls, goes_on=watched)
         if c.takes_turns:
-            self._taking = TurnTaking(self.rollout, urls, self._ranks, workers or partial)
+            self._taking = TurnTaking(self.rollout, urls, self._ranks, workers or unfinished)
             self.models = self._taking.models
             await self._taking.start()
         await check_bits(self.rollout, self.trainer, clients)
         turns = None if self._taking is None else self._taking.turns
         checked = clients if turns is None else [self.rollout.client(url, turns=turns) for url in urls]
         eval_clients = [self.rollout.client(url, routing=False, turns=turns) for url in urls]
-        self.publication = publication_of(self.rollout, self.trainer, urls, goes_on=may_replace)
+        self.publication = publication_of(self.rollout, self.trainer, urls, goes_on=watched)
         packs = packer(self.plan, self.trainer.dp_size, replayed=False, balanced=True)
-        teachers = self.teachers.teachers(self.trainer, eval_clients, packs, self.prompts.source.all())
+        prompts = self.prompts.source.all()
+        teachers = self.teachers.teachers(self.trainer, eval_clients, packs, prompts, self.serving)
         await teachers.start()  # before a publication: some are loaded by the trainer, which may sleep afterwards
-        replaced = self.replacements(workers or pool, urls) if may_replace else None
-        checks = self.checks(checked, replaced)
+        if self.serving is not None:
+            self.fleet = run_fleet(
+                self.rollout,
+                self.servers,
+                self.serving,
+                urls=urls,
+                version=self.resumed.state.weight_version if self.resumed else 0,
+                publication=self.publication,
+                uses=ServerUses(pool=pool, clients=(clients, eval_clients), tell=workers and workers.serve),
+                say=partial(_say, self.console),
+            )
+        checks = self.checks(checked)
+        sampler = workers or self.sampler(engine, unfinished, teachers)
+        used = (self.prompts.rewards, workers, engine, self._taking, teachers)
+        main = self.steps(sampler, workers or unfinished, checks, self.teaching(teachers), eval_clients)
+        try:
+            await (main if self.fleet is None else self.fleet.beside(main))
+        finally:
+            closed = (*used, EnginePool([*eval_clients, *checked]), *self.models.values(), self.reference)
+            for one in closed:
+                if one is not None:
+                    await one.close()
+
+    async def steps(
+        self,
+        sampler: EngineSampler | RolloutWorkers,
+        partial: PartialRollouts | RolloutWorkers,
+        checks: RunChecks,
+        teaching: Scorer | None,
+        eval_clients: Sequence[ServerClient],
+    ) -> None:
+        """Publishes the weights with which the run begins, checks the servers, and runs the loop to its end."""
+        c, turns = self.config, None if self._taking is None else self._taking.turns
+        workers = sampler if isinstance(sampler, RolloutWorkers) else None
         first, published = await self.publish_first(checks)
         await checks.at_start(first, published)
         with PhaseBar(c.train.steps, self.console) as progress:
@@ -252,11 +279,10 @@ class TrainingRun:
                 every=c.eval.every,
                 progress=progress,
                 runner=self.runner,
-                lost=lost,
+                serving=self.serving,
                 workers=workers if turns is None or workers is None else TurnAnswers(workers, turns),
             )
-            sampler = workers or self.sampler(engine, partial, teachers)
-            loop = self.compose(sampler, workers or partial, evaluator, checks, self.teaching(teachers), first)
+            loop = self.compose(sampler, partial, evaluator, checks, teaching, first)
             freeze_gc()
             try:
                 await loop.run(first=first, steps=c.train.steps, resumed=self.resumed is not None)
@@ -266,10 +292,6 @@ class TrainingRun:
                 self.deadline.close()
                 self.console.print(f"{'':12}{loop.recorder.ledger.close()}", markup=False, soft_wrap=True)
                 loop.recorder.sink.close()
-                users = (self.prompts.rewards, workers, engine, EnginePool([*eval_clients, *checked]), self._taking)
-                for one in (*users, teachers, *self.models.values(), self.reference):
-                    if one is not None:
-                        await one.close()
 
     async def publish_first(self, checks: RunChecks) -> tuple[int, PublishReport | None]:
         """(number of the first step, the report of the publication before it). A resumed run loads its checkpoint and
@@ -285,8 +307,9 @@ class TrainingRun:
         await checks.before_publication()
         return 0, await self.publication.publish(0) if first else None
 
-    def _lost(self, why: str) -> None:
-        _say(self.console, f"{why}; its requests go to other servers, and the next publication replaces it")
+    def _lost(self, url: str, error: ServerLost) -> None:
+        if self.fleet is not None:
+            self.fleet.lost(url, error)
 
     async def workers(self, urls: Sequence[str], *, goes_on: bool) -> RolloutWorkers | None:
         """The rollout workers, with the groups of the checkpoint if the run resumes; None: this process samples.
@@ -310,25 +333,16 @@ class TrainingRun:
                 ranks.columns = values
         return workers
 
-    def replacements(self, pool: Engines, urls: Sequence[str]) -> RunReplacements:
-        return RunReplacements(
-            servers=self.servers,
-            pool=pool,
-            urls=tuple(urls),
-            limit=self.config.publish.replacements,
-            connect=self.publication.connect,
-            publish_version=self.publication.publish,
-            say=partial(_say, self.console),
-        )
-
-    def checks(self, clients: Sequence[ServerClient], replacements: RunReplacements | None = None) -> RunChecks:
+    def checks(self, clients: Sequence[ServerClient]) -> RunChecks:
         prompts = self.prompts.source.all()
         checks = server_checks(
-            self.rollout, self.trainer, clients, prompts, self.console, self.publication.publish, replacements
+            self.rollout, self.trainer, clients, prompts, self.console, self.publication.publish, self.fleet
         )
         saved = None if self.resumed is None else self.resumed.state.parts.get(KNOWN_ANSWER)
         if checks.known is not None and saved is not None:
             checks.known.restore(saved)
+        if self.fleet is not None:
+            self.fleet.join_version = checks.join
         return checks
 
     def compose(

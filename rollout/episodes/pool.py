@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 from miles_like.protocols import RolloutEngine
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, ServerLost
 from rollout.concurrency import all_or_first_error
+from rollout.episodes.serving import Serving, url_of
 
 _HOMES = 65536
-
-
-class Lost(Protocol):
-    """A function that is called when an engine does not answer."""
-
-    def __call__(self, why: str, /) -> None: ...
 
 
 class EnginePool:
@@ -26,23 +19,29 @@ class EnginePool:
     Sampling seeds depend on the prompt, not on the engine: the distribution changes no token if the engines' results do
     not depend on the batch.
 
-    lost: called with the reason when an engine does not answer. It then gets no request until `restore`, and its
-    requests are sent to other engines. If no engine is left, requests wait during a publication (`expect`), which
-    replaces engines that do not answer; otherwise the error is raised. None: the error is always raised.
+    serving: which engines get requests; those of an engine that does not answer are sent to others with the same
+    seeds. None: all get requests, and the error of one that does not answer is raised. near: URLs of engines, besides
+    which others get requests only while none of these serves; empty: all are equal.
     """
 
-    def __init__(self, engines: Sequence[RolloutEngine], lost: Lost | None = None) -> None:
+    def __init__(
+        self, engines: Sequence[RolloutEngine], serving: Serving | None = None, near: Collection[str] = ()
+    ) -> None:
         if not engines:
             raise ValueError("a pool of 0 engines is not possible: set rollout.servers to at least 1")
-        self._engines = tuple(engines)
+        self._engines, self._near = list(engines), set(near)
         self._load = [0] * len(engines)  # upper bound on the tokens of each engine's prompts in flight
         # (sampling seed, prompt id, index of a sample that has moved) -> the engine that has cached its tokens, of the
         # _HOMES that were used last
         self._homes: OrderedDict[tuple[int | None, str, int | None], int] = OrderedDict()
-        self._lost = lost
-        self._out: dict[int, ServerLost | None] = {}  # engines that get no request, with their errors
-        self._expected = False
-        self._restored = asyncio.Event()
+        self._serving = serving
+
+    def add(self, engine: RolloutEngine) -> None:
+        """Another engine, near to all."""
+        self._engines.append(engine)
+        self._load.append(0)
+        if self._near:
+            self._near.add(url_of(engine))
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
         """Groups in the order of `prompts`. The first error of an engine cancels the requests to the others."""
@@ -58,7 +57,7 @@ class EnginePool:
             try:
                 return await self._engines[e].generate(share, n=n, params=params)
             except ServerLost as error:
-                self._leave_out(e, error)
+                self._lose(e, error, requests=len(share))
             return await self.generate(share, n=n, params=params)
 
         busy = [e for e, share in enumerate(shares) if share]
@@ -89,15 +88,16 @@ class EnginePool:
             try:
                 return await self._engines[e].continue_sample(sample, environment, params=params)
             except ServerLost as error:
-                self._leave_out(e, error)
+                self._lose(e, error)
             finally:
                 self._load[e] -= cost
 
     def _assign(self, cost: int, home: int | None = None, saved: int = 0) -> int:
         """Add `cost` tokens to the engine with the least load and return its index. home: an engine that computes
         `saved` tokens less."""
-        e = min((e for e in range(len(self._engines)) if e not in self._out), key=self._load.__getitem__)
-        if home is not None and home not in self._out and self._load[home] - self._load[e] <= saved:
+        there = self._there()
+        e = min(there, key=self._load.__getitem__)
+        if home in there and self._load[home] - self._load[e] <= saved:
             e = home
         self._load[e] += cost
         return e
@@ -109,49 +109,41 @@ class EnginePool:
         if len(self._homes) > _HOMES:
             self._homes.popitem(last=False)
 
-    # ---- engines that are left out
+    # ---- engines that serve
 
-    def expect(self) -> None:
-        """Call when a publication begins; it ends with `restore`, or the run ends."""
-        self._expected = True
-
-    def leave_out(self, urls: Collection[str]) -> None:
-        """Send no further request to the engines at `urls` until `restore`."""
-        self._out |= {e: None for e, engine in enumerate(self._engines) if getattr(engine, "url", None) in urls}
-
-    def restore(self) -> None:
-        """Call when all engines serve the same weights again."""
-        self._out, self._expected = {}, False
-        self._restored.set()
+    def _there(self) -> Sequence[int]:
+        """The engines of which one gets the next request."""
+        if self._serving is None:
+            return range(len(self._engines))
+        serve = [e for e, engine in enumerate(self._engines) if engine in self._serving]
+        near = [e for e in serve if url_of(self._engines[e]) in self._near] if self._near else ()
+        return near or serve
 
     async def _some_engine(self) -> None:
-        """Return once there is an engine that is not left out. Raises ServerLost where none is expected to return."""
-        while len(self._out) == len(self._engines):
-            if not self._expected:
-                raise next(
-                    (e for e in self._out.values() if e is not None),
-                    ServerLost("no server is left: all of them failed"),
-                )
-            self._restored.clear()
-            await self._restored.wait()
+        """Raises as `Serving.some`."""
+        if self._serving is not None:
+            await self._serving.some(self._engines)
 
-    def _leave_out(self, e: int, error: ServerLost) -> None:
-        if self._lost is None:
+    def _lose(self, e: int, error: ServerLost, requests: int = 1) -> None:
+        """requests: that are sent again."""
+        if self._serving is None:
             raise error
-        if e not in self._out:
-            self._lost(str(error))
-            self._out[e] = error
+        self._serving.lose(self._engines[e], error)
+        self._serving.reissued += requests
 
     # ---- all engines
 
     async def abort_all(self) -> None:
+        """Also on engines that get no further request, but have some."""
+
         async def abort(e: int) -> None:
             try:
                 await self._engines[e].abort_all()
             except ServerLost as error:
-                self._leave_out(e, error)
+                self._lose(e, error, requests=0)
 
-        await all_or_first_error([abort(e) for e in range(len(self._engines)) if e not in self._out])
+        busy = (e for e, load in enumerate(self._load) if load)
+        await all_or_first_error([abort(e) for e in {*self._there(), *busy}])
 
     async def pause(self) -> None:
         await all_or_first_error([e.pause() for e in self._engines])

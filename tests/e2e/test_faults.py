@@ -28,7 +28,7 @@ ENDLESS = (
     *("--set", "train.steps=500"),
     *("--set", "eval.every=0"),
     *("--set", "rollout.request_timeout_s=8.0"),
-    *("--set", "publish.replacements=0"),  # tests/laws/test_replaced_servers.py
+    *("--set", "rollout.restarts=0"),  # tests/laws/test_replaced_servers.py
 )
 # a server that dies is named there, and every kill of one ends the run in tests/laws/test_kills.py
 NAMED = pytest.mark.long(beside="tests/miles_like/cluster/test_rollout_servers.py")

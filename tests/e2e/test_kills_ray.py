@@ -25,13 +25,13 @@ from rollout.wire.endpoints import SERVER_INFO
 from tests.e2e.conftest import SMALL
 from tests.e2e.looked_at import descendants
 from tests.e2e.test_faults import ended, named, started
-from tests.support.local_run import untimed
+from tests.support.local_run import OF_SERVERS, untimed
 from tests.support.refusals import check_refusal
 
 STEPS = 10
 RUN = (
     *SMALL,
-    *("--set", "publish.replacements=0"),
+    *("--set", "rollout.restarts=0"),
     *("--set", f"train.steps={STEPS}"),
     *("--set", "eval.every=4"),
     *("--set", "rollout.request_timeout_s=60.0"),
@@ -200,13 +200,13 @@ def test_a_run_killed_four_times_is_the_run_that_was_never_killed(whole: Path, r
 def test_a_run_whose_only_server_dies_in_a_publication_goes_on(whole: Path, home: Path) -> None:
     """Another is started in its slot; what was in flight on it waits, and is sampled again."""
     run_dir = home / "replaced"
-    with started(run_dir, *RUN, "--set", "publish.replacements=3") as process:
+    with started(run_dir, *RUN, "--set", "rollout.restarts=3") as process:
         seen, family = caught(process, run_dir, in_publication, 0)
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors[-3000:]
         _, alive = psutil.wait_procs([p for p in family if p not in agents(family)], timeout=60)
         assert not alive, [p.cmdline() for p in alive]
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert seen["paused"] and sum(row.get("sync/replacements", 0.0) for row in rows) == 1
+    assert seen["paused"] and sum(row.get("rollout/restarts", 0.0) for row in rows) == 1
     assert (run_dir / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes()
-    assert untimed(run_dir / "metrics.jsonl", "sync/") == untimed(whole / "metrics.jsonl", "sync/")
+    assert untimed(run_dir / "metrics.jsonl", *OF_SERVERS) == untimed(whole / "metrics.jsonl", *OF_SERVERS)

@@ -15,6 +15,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -64,6 +65,7 @@ class Forked:
         self.label = label
         self._line, theirs = multiprocessing.Pipe()
         self._there = True
+        self._calling = threading.Lock()
         self.pid = os.fork()
         if not self.pid:
             _prctl(_PDEATHSIG, signal.SIGKILL)
@@ -87,19 +89,24 @@ class Forked:
     def call(self, method: str, *arguments: Any) -> Any:
         """Blocks. Raises RuntimeError with the error of the process, or Gone."""
         try:
-            self._line.send_bytes(pickle.dumps((method, arguments)))
-            error, answer = pickle.loads(self._line.recv_bytes())
+            with self._calling:
+                self._line.send_bytes(pickle.dumps((method, arguments)))
+                error, answer = pickle.loads(self._line.recv_bytes())
         except (EOFError, OSError):
             raise Gone(f"{self.label}: its process died") from None
         if error is not None:
             raise RuntimeError(f"{self.label}: {error}")
         return answer
 
+    def ended(self) -> bool:
+        """Whether the process has ended, or was killed."""
+        return not self._there or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     def kill(self) -> None:
         if self._there:
+            self._there = False
             os.kill(self.pid, signal.SIGKILL)  # until it is waited for, its number is not reused
             os.waitpid(self.pid, 0)
-            self._there = False
 
 
 class Gone(RuntimeError):

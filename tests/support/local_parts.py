@@ -8,7 +8,7 @@ import contextlib
 import pickle
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.teachers import TeacherPlaces
 from miles_like.run.setup.worker_side import worker_recipe, worker_slots, workers_of
 from rollout.sglang.servers import ServerLaunch, embedded_command
+from rollout.sglang.startup import Progress
 from tests.support.forked import Forked, Gone
 from tests.support.local_workers import LocalWorkers
 from tests.support.spawn import free_port
@@ -39,8 +40,8 @@ class LocalServers:
         ports: Sequence[int],
         spares: Sequence[Forked] = (),
     ) -> None:
-        self._processes, self._ports, self._spares = list(processes), ports, list(spares)
-        self._words = arguments
+        self._processes, self._ports, self._spares = list(processes), list(ports), list(spares)
+        self._words, self._halted = list(arguments), set[int]()
         for i in range(len(processes)):
             self._begin(i)
 
@@ -66,12 +67,44 @@ class LocalServers:
     def _url(self, i: int) -> str:
         return f"http://127.0.0.1:{self._ports[i]}"
 
-    def replace(self, urls: Collection[str], say: Any = None) -> None:
-        for i in (i for i in range(len(self._ports)) if self._url(i) in urls):
-            self._processes[i].kill()
-            self._processes[i] = self._spares.pop(0)
-            self._begin(i)
-            self._wait(i)
+    # ---- as RayServers, of a run that goes on without some of its servers
+
+    def deaths(self) -> dict[int, str]:
+        return {
+            i: f"{process.label} has ended"
+            for i, process in enumerate(self._processes)
+            if i not in self._halted and process.ended()
+        }
+
+    def halt(self, number: int) -> None:
+        self._halted.add(number)
+        self._processes[number].kill()
+
+    def restart(self, number: int) -> None:
+        self.halt(number)
+        if not self._spares:
+            raise RuntimeError(f"rollout server {number} does not start: no process is left")
+        self._processes[number] = self._spares.pop(0)
+        self._begin(number)
+        self._halted.discard(number)
+
+    def look(self, number: int) -> Progress:
+        url, process = self._url(number), self._processes[number]
+        if process.ended():
+            return Progress(url, "starting", failure=f"{process.label} has ended")
+        try:
+            socket.create_connection(("127.0.0.1", self._ports[number]), timeout=5).close()
+        except ConnectionRefusedError:
+            return Progress(url, "starting")
+        return Progress(url, "ready", ready=True)
+
+    def add(self, slot: Slot, launch: ServerLaunch) -> None:
+        if not self._spares:
+            raise RuntimeError("no process is left for another server")
+        self._ports.append(free_port())
+        self._words.append(_words(launch, self._ports[-1]))
+        self._processes.append(self._spares.pop(0))
+        self._begin(slot.index)
 
     def naming_failures(self) -> Any:
         return contextlib.nullcontext()
@@ -93,6 +126,7 @@ class LocalTrainer(RayTrainer):
     def __init__(self, factory: Any, ranks: Sequence[Forked], dp_size: int, role: Role, calls: Path) -> None:
         self.dp_size, self._ranks, self._version = dp_size, list(ranks), 0
         self.under_way, self._role, self._calls = "start", role, calls
+        self._one_at_a_time = asyncio.Lock()  # as actors, which begin calls in the order in which they are sent
         port, world = free_port(), len(ranks)
         started = [(factory, i, world, "127.0.0.1", port) for i in range(world)]
         self._places = asyncio.run(self._all("start", started))
@@ -115,6 +149,10 @@ class LocalTrainer(RayTrainer):
         return await self._all("sealed", [(method, own) for own in arguments])
 
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        async with self._one_at_a_time:
+            return await self._call_all(method, arguments)
+
+    async def _call_all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         with self._calls.open("a") as out:
             print(self._role, method, *(arguments[0] if method == "publish" else ()), file=out)
         self.under_way = method
@@ -178,6 +216,11 @@ class LocalLauncher(Launcher):
             exact=plan.config.tp_shards,
             return_routed_experts=routing and plan.model.routing is not None,
         )
-        commands = [embedded_command(launch, port) for port in ports]
-        words = [command[command.index("rollout.embedded.server") + 1 :] for command in commands]
+        words = [_words(launch, port) for port in ports]
         return LocalServers(self.server_processes, words, ports, self.spares)
+
+
+def _words(launch: ServerLaunch, port: int) -> list[str]:
+    """Arguments of the embedded server."""
+    command = embedded_command(launch, port)
+    return command[command.index("rollout.embedded.server") + 1 :]

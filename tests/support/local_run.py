@@ -55,7 +55,7 @@ QUICK = (  # a deterministic run of little work, which still learns something at
     "checkpoint.every=1",
     "checkpoint.keep=3",
     "publish.bucket_bytes=20000",
-    "publish.replacements=0",
+    "rollout.restarts=0",
     "reward.name=tests.support.local_run:low_tokens",
 )
 
@@ -108,10 +108,11 @@ def drive(
     loop: str | None = None,
     *,
     in_server: Callable[[int], None] = lambda number: None,
+    in_spare: Callable[[], None] = lambda: None,
     spares: int = 0,
 ) -> int:
     """The driver's process: the run from where it stands, to its end; the exit status of the command line. in_server:
-    called in the process of each server before it serves, not in those of the spares, which replace them."""
+    called in the process of each server before it serves; in_spare: in those of the spares, which replace them."""
     from rich.console import Console
 
     from miles_like.config.load import load_config
@@ -144,7 +145,12 @@ def drive(
         Forked(f"rollout server {i}", answers(functools.partial(server, i)), logs / f"server_{i}.log")
         for i in range(config.rollout.servers)
     ]
-    extra = [Forked(f"spare server {i}", answers(_Server), logs / f"spare_{i}.log") for i in range(spares)]
+
+    def spare() -> Any:
+        in_spare()
+        return _Server()
+
+    extra = [Forked(f"spare server {i}", answers(spare), logs / f"spare_{i}.log") for i in range(spares)]
     kill_points.introduce(driver=os.getpid(), rank=ranks["trainer"][-1].pid, server=servers[-1].pid)
     try:
         plan = model_plan(config, run_dir, home / "hf", home / "megatron")
@@ -220,6 +226,10 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
         out[name] = source.read(name, (0,) * len(shape), shape)
     source.close()
     return out
+
+
+# metrics of publications and of servers, which a run with a server that fails does not have of the run without
+OF_SERVERS = ("sync/", "rollout/servers_healthy", "rollout/restarts", "rollout/reissued")
 
 
 def untimed(metrics: Path, *more: str) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ class Made:
     def __init__(self, gate: asyncio.Event | None = None) -> None:
         self.gate = gate
         self.running: set[str] = set()
+        self.served: list[list[str]] = []  # URLs, as they change
 
     async def groups(
         self, round_index: int, prompts: Sequence[Prompt]
@@ -64,6 +65,9 @@ class Made:
     def restore(self, state: Mapping[str, SampleGroup]) -> None:
         self.running |= {name.partition("/")[2] for name in state}
 
+    def serve(self, urls: Collection[str]) -> None:
+        self.served.append(sorted(urls))
+
     def __call__(self, urls: Sequence[str]) -> Sampling:
         async def close() -> None: ...
 
@@ -78,7 +82,7 @@ class Made:
             return [SampleGroup(prompt=p, samples=made(p.id).samples[:n]) for p in prompts]
 
         return Sampling(
-            sampler=own, partial=own, engines=own, filter=refused, answer=answer, work=one_more, close=close
+            sampler=own, partial=own, serve=own.serve, filter=refused, answer=answer, work=one_more, close=close
         )
 
 

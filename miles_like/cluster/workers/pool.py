@@ -68,6 +68,7 @@ class RolloutWorkers:
     _writing: asyncio.Task[None] | None = None
     _sent: asyncio.Task[None] | None = None  # the last call about servers
     _restarting: set[asyncio.Task[None]] = field(default_factory=set)
+    _served: list[str] | None = None  # URLs of the servers that get requests; None: all
     _suspensions: int = 0  # contexts of `suspended` that are entered now
 
     async def begin(self) -> None:
@@ -228,6 +229,8 @@ class RolloutWorkers:
         number = next(self._numbers)
         try:
             link = await self.start(slot, number)
+            if self._served is not None:
+                await link.call("serve", self._served)
             for _ in range(self._suspensions):
                 await link.call("suspend")
         except RuntimeError as e:
@@ -388,16 +391,12 @@ class RolloutWorkers:
             self._homes |= {name.partition("/")[2]: slot for name in restored.unfinished}
         return out
 
-    # ---- servers that are replaced
+    # ---- servers
 
-    def expect(self) -> None:
-        self._send("expect")
-
-    def leave_out(self, urls: Collection[str]) -> None:
-        self._send("leave_out", list(urls))
-
-    def restore(self) -> None:
-        self._send("restore_engines")
+    def serve(self, urls: Collection[str]) -> None:
+        """From now on these servers get requests, and no others."""
+        self._served = list(urls)
+        self._send("serve", self._served)
 
     def _send(self, method: str, *arguments: Any) -> None:
         """After the calls that were sent before, which an actor may begin in another order."""

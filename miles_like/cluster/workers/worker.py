@@ -52,14 +52,6 @@ class Answer(Protocol):
         """`n` samples of each prompt, in their order. reward: name of that of the set; None: the run's."""
 
 
-class Engines(Protocol):
-    """The servers of a worker (rollout.episodes.pool.EnginePool)."""
-
-    def expect(self) -> None: ...
-    def leave_out(self, urls: Collection[str]) -> None: ...
-    def restore(self) -> None: ...
-
-
 class Work(Protocol):
     """What a run computes from the values of tokens (experience.token_work.TokenWork)."""
 
@@ -76,7 +68,7 @@ class Sampling:
 
     sampler: Sampler
     partial: Unfinished
-    engines: Engines
+    serve: Callable[[Collection[str]], None]  # the servers that get requests from now on
     filter: Callable[[SampleGroup], str | None]
     answer: Answer
     work: Work
@@ -256,14 +248,9 @@ class RolloutWorker:
 
     # ---- servers
 
-    async def expect(self) -> None:
-        self._sampling.engines.expect()
-
-    async def leave_out(self, urls: Collection[str]) -> None:
-        self._sampling.engines.leave_out(urls)
-
-    async def restore_engines(self) -> None:
-        self._sampling.engines.restore()
+    async def serve(self, urls: Collection[str]) -> None:
+        """From now on these servers get requests, and no others."""
+        self._sampling.serve(urls)
 
     # ---- values
 

@@ -51,6 +51,7 @@ from miles_like.run.setup.model_plan import RunTokenizer
 from miles_like.run.setup.rollout_side import RolloutSide, teacher_launch, teacher_model
 from miles_like.storage.completion import Output, files_under, input_key
 from miles_like.types import REFERENCE, Prompt
+from rollout.episodes.serving import Serving
 from rollout.server_key import ServerKey, read_key
 from rollout.sglang.client import ServerClient, SGLangClient
 
@@ -126,15 +127,18 @@ class RunTeachers:
     def places(self) -> TeacherPlaces:
         return TeacherPlaces(self._urls, self._vocabularies)
 
-    def of_worker(self, places: TeacherPlaces, rollout: Sequence[ServerClient]) -> Teachers:
-        """The teachers as a rollout worker asks them, in its process. rollout: clients of all servers of the run."""
+    def of_worker(
+        self, places: TeacherPlaces, rollout: Sequence[ServerClient], serving: Serving | None = None
+    ) -> Teachers:
+        """The teachers as a rollout worker asks them, in its process. rollout: clients of all servers of the run, of
+        which those in `serving` are asked."""
         self._urls, self._vocabularies = dict(places.urls), dict(places.vocabularies)
         made: dict[str, Teacher] = {}
         for name, config in self.section.teachers.items():
             part = config.part
             prompt_of = self._prompt_of(name, part)
             if config.by_server and self.section.teaching is not None:
-                made[name] = self._server(self.section.teaching, name, part, rollout, prompt_of)
+                made[name] = self._server(self.section.teaching, name, part, (rollout, serving), prompt_of)
             else:
                 made[name] = MovedScores(prompt_of=prompt_of)
         return Teachers(made, self.section.teacher_of, top_k=self.section.top_k)
@@ -151,9 +155,14 @@ class RunTeachers:
             self._servers.stop()
 
     def teachers(
-        self, trainer: Trainer, rollout: Sequence[ServerClient], packer: Packer, prompts: Sequence[Prompt]
+        self,
+        trainer: Trainer,
+        rollout: Sequence[ServerClient],
+        packer: Packer,
+        prompts: Sequence[Prompt],
+        serving: Serving | None = None,
     ) -> Teachers:
-        """The teachers, not started. rollout: clients of the run's servers. Raises ValueError for prompts without a
+        """The teachers, not started. rollout, serving: as in `of_worker`. Raises ValueError for prompts without a
         teacher, and for prompts that lack a field of a teacher's template."""
         made: dict[str, Teacher] = {}
         for name, config in self.section.teachers.items():
@@ -162,7 +171,7 @@ class RunTeachers:
             for prompt in prompts:
                 prompt_of(prompt)
             if config.by_server and self.section.teaching is not None:
-                made[name] = self._server(self.section.teaching, name, part, rollout, prompt_of)
+                made[name] = self._server(self.section.teaching, name, part, (rollout, serving), prompt_of)
             else:
                 weights = REFERENCE if config.by_reference else f"teacher {name}"
                 path = self._paths.get(name)
@@ -175,12 +184,19 @@ class RunTeachers:
         return out
 
     def _server(
-        self, teaching: Teaching, name: str, part: TeacherPart, rollout: Sequence[ServerClient], prompt_of: PromptOf
+        self,
+        teaching: Teaching,
+        name: str,
+        part: TeacherPart,
+        rollout: tuple[Sequence[ServerClient], Serving | None],
+        prompt_of: PromptOf,
     ) -> ServerTeacher:
         """A teacher on its own server, or, without one, on the rollout's servers."""
+        clients, serving = rollout
         teacher = ServerTeacher(
             name=name,
-            clients=rollout,
+            clients=clients,
+            serving=serving,
             prompt_of=prompt_of,
             top_k=self.section.top_k,
             at_once=teaching.sequences_per_request,
@@ -195,7 +211,7 @@ class RunTeachers:
                 tokens = self._vocabularies[name]
                 ours = partial(client, log=self.run_dir / "logs" / "teachers", key=self.key, vocabulary=tokens)
                 if self._servers is None:  # a worker; the run starts the server again
-                    return replace(teacher, clients=(ours(self._urls[name]),), own=True)
+                    return replace(teacher, clients=(ours(self._urls[name]),), serving=None, own=True)
                 return replace(
                     teacher,
                     started=self._started(name, ours),
@@ -205,7 +221,9 @@ class RunTeachers:
                 )
             case _:
                 return teacher
-        return replace(teacher, clients=(own,), other_tokenizer=self._other_tokenizer, own=True, early=True)
+        return replace(
+            teacher, clients=(own,), serving=None, other_tokenizer=self._other_tokenizer, own=True, early=True
+        )
 
     def _stock(self, name: str) -> bool:
         """Whether its server is stock SGLang. An embedded one is asked for all groups of a step at once: the last bits

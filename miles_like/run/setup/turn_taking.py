@@ -25,11 +25,11 @@ async def release_servers(rollout: RolloutSide, urls: Sequence[str]) -> None:
 
 def released(config: RunConfig) -> str:
     """The sentence for the log once the servers have released their memory."""
-    done, n = "rollout servers have released their memory; the trainer starts", config.publish.replacements
-    if not n:
+    done, n = "rollout servers have released their memory; the trainer starts", config.rollout.restarts
+    if not config.rollout.loses_servers:
         return done
     return (
-        f"{done}; publish.replacements = {n} has no effect while servers and trainer take turns: a run that loses "
+        f"{done}; rollout.restarts = {n} has no effect while servers and trainer take turns: a run that loses "
         "a server ends and can be continued with --resume"
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +27,7 @@ from miles_like.types import GREEDY, Prompt, SampleGroup, SamplingParams, Unit
 from rollout.episodes.groups import run_groups
 from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.pool import EnginePool
+from rollout.episodes.serving import Serving
 from rollout.server_key import ServerKey
 from rollout.sglang.client import ServerClient
 
@@ -92,11 +93,17 @@ class WorkerRecipe:
         """Raises ValueError for a reward, filter or environment that cannot be loaded."""
         plan = model_plan(self.config, self.run_dir, self.served, self.weights)
         rollout, rewards = RolloutSide(plan=plan, key=self.key), Rewards(self.config.reward)
-        pool = EnginePool([rollout.client(url) for url in urls], print if self.goes_on else None)
+        # where the run goes on without some servers, a worker whose own ones are gone asks others
+        serving, of_run = None, list(urls)
+        if self.goes_on:
+            serving = Serving(self.everywhere, limit_s=self.config.cluster.timeout_s)
+            of_run = list(self.everywhere)
+        pool = EnginePool([rollout.client(url) for url in of_run], serving, near=urls)
         partial = PartialRollouts(pool, keep_groups=not self.config.rollout.has_episode_runner)
         runner, algorithm = rollout.episode_runner(), run_algorithm(self.config)
-        engine, lost = answering(runner, partial, algorithm), print if self.goes_on else None
-        asked = runner.wrap(EnginePool([rollout.client(url, routing=False) for url in urls], lost))
+        engine = answering(runner, partial, algorithm)
+        answered = EnginePool([rollout.client(url, routing=False) for url in of_run], serving, near=urls)
+        asked = runner.wrap(answered)
 
         async def answer(
             reward: str | None, prompts: Sequence[Prompt], *, n: int, params: SamplingParams
@@ -106,7 +113,17 @@ class WorkerRecipe:
         reward = rewards(None)
         together = RewardOfRounds(reward) if reward.unit is Unit.BATCH else reward
         everywhere = [rollout.client(url, routing=False) for url in self.everywhere]
-        teachers = self._teachers(rollout, everywhere)
+        teachers = self._teachers(rollout, everywhere, serving)
+        known = set(self.everywhere)
+
+        def serve(urls: Collection[str]) -> None:
+            for url in set(urls) - known:
+                known.add(url)
+                pool.add(rollout.client(url))
+                answered.add(rollout.client(url, routing=False))
+                everywhere.append(rollout.client(url, routing=False))
+            if serving is not None:
+                serving.serve(urls)
 
         async def close() -> None:
             for one in (rewards, engine, asked, teachers, *everywhere):
@@ -116,7 +133,7 @@ class WorkerRecipe:
         return Sampling(
             sampler=EngineSampler(rollout=rollout, engine=engine, partial=partial, reward=together, console=Console()),
             partial=partial,
-            engines=pool,
+            serve=serve,
             filter=make_filter(self.config.algorithm.parts.filter, greedy=GREEDY in algorithm.needs),
             answer=answer,
             work=TokenWork(algorithm=algorithm, teachers=teachers),
@@ -124,10 +141,12 @@ class WorkerRecipe:
             close=close,
         )
 
-    def _teachers(self, rollout: RolloutSide, clients: Sequence[ServerClient]) -> Teachers | None:
+    def _teachers(
+        self, rollout: RolloutSide, clients: Sequence[ServerClient], serving: Serving | None
+    ) -> Teachers | None:
         if self.config.distillation.teaching is None:
             return None
-        return run_teachers(rollout, Console(), _no_nodes).of_worker(self.teachers, clients)
+        return run_teachers(rollout, Console(), _no_nodes).of_worker(self.teachers, clients, serving)
 
 
 def _no_nodes() -> RunNodes:

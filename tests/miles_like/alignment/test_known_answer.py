@@ -24,6 +24,7 @@ from miles_like.types import PublishReport, ServerFault
 from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.samples import RoutingShape
 from tests.support.refusals import refuses
+from tests.support.watched import Watched
 
 TEXT = torch.arange(40)
 TRUE = -torch.rand(39, generator=torch.Generator().manual_seed(0))
@@ -161,7 +162,7 @@ def test_a_second_publication_counts_in_the_report_of_the_first() -> None:
 
     whole, figures = asyncio.run(run())
     assert (whole.version, whole.bytes, whole.seconds, whole.pause_seconds) == (3, 6, 2.5, 1.25)
-    assert figures["sync/republications"] == 1.0 and figures["sync/replacements"] == 0.0
+    assert figures["sync/republications"] == 1.0
 
 
 def test_a_server_that_does_not_score_is_published_to_once_more_too() -> None:
@@ -228,54 +229,12 @@ def test_the_text_is_of_the_run_s_prompts() -> None:
 
 # ---- servers that are replaced
 
-
-@dataclass
-class Spares:
-    """As RunReplacements. The servers that it starts are right."""
-
-    servers: Any
-    limit: int = 3
-    done: int = 0
-    log: list[Any] = field(default_factory=list)
-    joins: list[PublishReport] = field(default_factory=list)  # the first reports; clean ones then
-    left_out: list[Any] = field(default_factory=list)  # (servers, entries of `log` before)
-
-    @property
-    def left(self) -> int:
-        return self.limit - self.done
-
-    def expect(self) -> None:
-        self.log.append("expect")
-
-    async def publish(self, version: int, urls: Any) -> PublishReport:
-        self.log.append(("publish", sorted(urls)))
-        return report(version)
-
-    async def replace(self, faults: Any) -> None:
-        self.done += len(faults)
-        self.log.append(("replace", sorted(f.url for f in faults)))
-        for server in self.servers:
-            if server.url in {f.url for f in faults}:
-                server.wrong = server.wrong[1:] if server.wrong[:1] == ["stays"] else []
-
-    async def join(self, version: int, urls: Any) -> PublishReport:
-        self.log.append(("join", sorted(urls)))
-        return self.joins.pop(0) if self.joins else report(version)
-
-    def leave_out(self, urls: Any) -> None:
-        self.left_out.append((sorted(urls), len(self.log)))
-
-    def serve(self) -> None:
-        self.log.append("serve")
-
-
-def replacing(*servers: Server, **how: Any) -> tuple[RunChecks, list[int], Spares]:
-    spares = Spares(servers, **how)
-    made, sent = checks(known(), *servers, replacements=spares)
-    return made, sent, spares
-
-
 A, B = "http://a", "http://b"
+
+
+def watching(*servers: Server) -> tuple[RunChecks, Watched]:
+    fleet = Watched([server.url for server in servers])
+    return checks(known(), *servers, fleet=fleet)[0], fleet
 
 
 def after(made: RunChecks, *failed: ServerFault) -> Any:
@@ -286,52 +245,71 @@ def after(made: RunChecks, *failed: ServerFault) -> Any:
     return asyncio.run(run())
 
 
-def test_a_server_that_differs_twice_is_replaced() -> None:
-    made, sent, spares = replacing(Server(), Server([0.1, 0.1, 0.1], B))
+def test_a_server_that_differs_twice_is_given_up_and_the_others_serve() -> None:
+    made, fleet = watching(Server(), Server([0.1, 0.1], B))
     figures = after(made)
-    assert sent == [3] and spares.log == ["expect", ("replace", [B]), ("join", [B]), "serve"]
-    assert spares.left_out == [([B], 1)], "before anything is sent or started for it"
-    assert (figures["sync/republications"], figures["sync/replacements"]) == (1.0, 1.0)
-    assert after(made)["sync/replacements"] == 0.0
+    left = [("left out", [B]), ("publish", [A, B]), ("failed", [B])]
+    assert fleet.log == ["prepare", *left, ("verified", [A]), "settled"]
+    assert (figures["sync/republications"], figures["rollout/restarts"]) == (1.0, 0.0)
 
 
-def test_a_server_that_died_is_replaced_at_once_and_one_that_refused_is_asked_again() -> None:
-    made, sent, spares = replacing(Server(), Server(url=B))
-    after(made, ServerFault(B, f"server {B} died", answers=False))
-    assert sent == [] and spares.log[1:] == [("replace", [B]), ("join", [B]), "serve"]
-    made, sent, spares = replacing(Server(), Server(url=B))
-    after(made, ServerFault(B, f"server {B} has no memory", answers=True))
-    assert sent == [3] and spares.log[1:] == ["serve"]
-    made, sent, spares = replacing(Server([0.1]), Server(url=B))
-    after(made, ServerFault(B, f"server {B} died", answers=False))
-    assert sent == [] and spares.log[1:] == [("publish", [A]), ("replace", [B]), ("join", [B]), "serve"]
-
-
-def test_a_server_that_was_started_is_held_to_the_same() -> None:
-    """It is not used before it is right; the number of replacements is bounded."""
-    made, _, spares = replacing(Server(), Server([0.1, 0.1, "stays", 0.1], B))
-    made.clients[1].wrong = ["stays", 0.1, 0.1]  # type: ignore[attr-defined]
-    after(made, ServerFault(B, f"server {B} died", answers=False))
-    assert [x for x in spares.log if x[0] == "replace"] == [("replace", [B])] * 2
+def test_a_server_that_died_is_given_up_at_once_and_one_that_refused_is_asked_again() -> None:
     died = ServerFault(B, f"server {B} died", answers=False)
-    made, _, spares = replacing(Server(), Server(url=B), joins=[report(3, died)] * 9)
-    with refuses(RuntimeError, 3, B, "died", "publish.replacements", "--resume"):
-        after(made, died)
-    assert spares.done == 3 and "serve" not in spares.log
-    made, _, spares = replacing(Server(), Server(url=B), limit=1)
-    with refuses(RuntimeError, 3, A, B, "publish.replacements"):
-        after(made, died, ServerFault(A, f"server {A} died", answers=False))
-    assert not spares.done
+    made, fleet = watching(Server(), Server(url=B))
+    after(made, died)
+    assert fleet.log[1] == ("failed", [B]) and fleet.log[-2:] == [("verified", [A]), "settled"]
+    assert not [x for x in fleet.log if x[0] == "publish"]
+    made, fleet = watching(Server(), Server(url=B))
+    after(made, ServerFault(B, f"server {B} has no memory", answers=True))
+    assert fleet.log[1:] == [("left out", [B]), ("publish", [A, B]), ("verified", [A, B]), "settled"]
+    made, fleet = watching(Server([0.1]), Server(url=B))
+    after(made, died)
+    assert ("publish", [A]) in fleet.log and fleet.log[-2:] == [("verified", [A]), "settled"]
 
 
-def test_a_server_that_joins_with_other_hashes_is_not_used() -> None:
-    held = ({"x": "1"},)
-    made, _, spares = replacing(Server(), Server(url=B), joins=[replace(report(3), checksums=({"x": "2"},))])
+def joined(made: RunChecks, held: Any = ()) -> list[str]:
+    """What is wrong with B, which joins after publication 3 of the weights with these hashes."""
 
-    async def run() -> Any:
+    async def run() -> list[str]:
         await made.before_publication()
-        first = replace(report(3, ServerFault(B, f"server {B} died", answers=False)), checksums=held)
-        return await made.published(3, first)
+        died = ServerFault(B, f"server {B} died", answers=False)
+        await made.published(3, replace(report(3, died), checksums=held))
+        return [fault.why for fault in await made.join([B])]
 
-    asyncio.run(run())
-    assert [x for x in spares.log if x[0] == "replace"] == [("replace", [B])] * 2
+    return asyncio.run(run())
+
+
+def test_a_server_that_joins_is_held_to_the_text_and_the_hashes_of_the_others() -> None:
+    """It is not used before it is right."""
+    made, fleet = watching(Server(), Server(url=B))
+    assert joined(made) == [] and fleet.log[-2:] == [("join", [B]), ("verified", [B])]
+    made, fleet = watching(Server(), Server([0.1], B))
+    assert B in joined(made)[0] and fleet.log[-1] == ("verified", [])
+    made, fleet = watching(Server(), Server(url=B))
+    fleet.joins = [replace(report(3), checksums=({"x": "2"},))]
+    assert "different weights" in joined(made, ({"x": "1"},))[0] and fleet.log[-1] == ("verified", [])
+    made, fleet = watching(Server(), Server(url=B))
+    fleet.joins = [report(3, ServerFault(B, f"server {B} died again", answers=False))]
+    assert "died again" in joined(made)[0] and fleet.log[-1] == ("verified", [])
+
+
+def test_no_server_joins_while_the_trainer_s_weights_change() -> None:
+    made, fleet = watching(Server())
+    asyncio.run(made.before_training(2))
+    assert fleet.log == ["closed"]
+    fleet.needs_trainer = False
+    asyncio.run(made.before_training(2))
+    assert fleet.log == ["closed"], "servers load files"
+
+
+def test_a_server_that_starts_with_the_weights_of_the_run_is_sent_none() -> None:
+    """No publication was made: it scores the text."""
+    made, fleet = watching(Server())
+
+    async def run() -> list[Any]:
+        await made.before_publication()
+        await made.at_start(0, None)
+        return list(await made.join([A]))
+
+    assert asyncio.run(run()) == [] and fleet.log[-1] == ("verified", [A])
+    assert not [x for x in fleet.log if x[0] == "join"]

@@ -22,6 +22,7 @@ from rollout.sglang.http_replies import NoAnswer
 from rollout.wire.control import ChecksumReply, RankReply
 from tests.support.fakes import FakeEngine
 from tests.support.refusals import refuses
+from tests.support.watched import Watched
 
 HELD = {"a": "1", "b": "2"}
 PARAMS = SamplingParams(max_new_tokens=3)
@@ -49,7 +50,7 @@ class Comparison:
     prompts: Any = ()
     params: SamplingParams = PARAMS
 
-    async def short(self, clients: Any, *, flush: bool, lost: Any) -> Any:
+    async def short(self, clients: Any, *, flush: bool, serving: Any) -> Any:
         self.log.append((list(self.prompts), self.params.sampling_seed, flush))
         return self.answers.pop(0) if self.answers else GOOD
 
@@ -133,17 +134,15 @@ def test_a_server_that_dies_in_a_comparison_is_left_out_where_it_is_replaced() -
     prompts = [Prompt(id=str(i), token_ids=(1, 2, 3), answer="") for i in range(4)]
     nothing: Any = None
     live: Any = Compared(trainer=nothing, replay=False, prompts=(), params=PARAMS, bounds=nothing, allowed=nothing)
-    left: Any = SimpleNamespace(left=1, serve=lambda: None, expect=lambda: None)
-    for replacements, ends in ((left, False), (None, True), (SimpleNamespace(left=0), True)):
+    for fleet in (Watched(["http://a", "http://b"]), None):
         servers: Any = (Engine("http://a", dead=True), Engine("http://b", dead=False))
-        made, _ = checks(*servers, comparison=live, prompts=prompts, replacements=replacements, checksums_every=0)
-        if ends:
+        made, _ = checks(*servers, comparison=live, prompts=prompts, fleet=fleet, checksums_every=0)
+        if fleet is None:
             with pytest.raises(NoAnswer, match="http://a"):
                 asyncio.run(made.at_start(0, None))
             continue
         asyncio.run(made.at_start(0, None))
-        assert sampled == [3] and servers[1].flushed == 1
-        assert "http://a died; its requests go to other servers" in made.console.file.getvalue()  # type: ignore[attr-defined]
+        assert sampled == [3] and servers[1].flushed == 1 and servers[0] not in fleet.serving
 
 
 def test_a_server_that_holds_other_weights_than_were_published_is_named_with_its_tensors() -> None:
@@ -183,12 +182,15 @@ def test_a_server_that_does_not_answer_is_left_to_the_next_publication_if_that_r
         async def checksum(self) -> ChecksumReply:
             raise NoAnswer(f"server {self.url} cannot be reached")
 
-    spares: Any = SimpleNamespace(left=1, expect=lambda: None, serve=lambda: None)
-    steps(checks(Server(), Dead(url="http://b"), replacements=spares)[0], 2)
-    steps(checks(Dead(url="http://b"), replacements=spares, checksums_every=1)[0], 1, None)  # none has hashes to keep
-    for none in (None, SimpleNamespace(left=0, expect=lambda: None, serve=lambda: None)):
-        with refuses(NoAnswer, "http://b"):
-            steps(checks(Server(), Dead(url="http://b"), replacements=none)[0], 2)
+    two = ["http://a", "http://b"]
+    steps(checks(Server(), Dead(url="http://b"), fleet=Watched(two))[0], 2)
+    none_has = checks(Dead(url="http://b"), fleet=Watched(["http://b"]), checksums_every=1)[0]
+    steps(none_has, 1, None)  # hashes to keep
+    with refuses(NoAnswer, "http://b"):
+        steps(checks(Server(), Dead(url="http://b"))[0], 2)
+    gone = Watched(two)
+    gone.serving.serve(["http://a"])
+    steps(checks(Server(), Server(url="http://b", held=HELD | {"b": "3"}), fleet=gone)[0], 2)  # is not asked
 
 
 def test_what_differs() -> None:

@@ -99,9 +99,30 @@ def test_servers_report_their_phases_and_are_named_when_they_die(home: Path) -> 
         facts: Facts = ("no connection", "rollout server 1", "SIGKILL", home / "logs" / f"embedded_{port}.log")
         with refuses(RuntimeError, *facts, unrecorded="a free port"), servers.naming_failures():
             raise RuntimeError("no connection")
+        _one_dies_and_is_restarted(servers, urls)
         _one_takes_its_place(servers, urls)
+        _one_is_added(servers, home)
     finally:
         servers.stop()
+
+
+def _one_dies_and_is_restarted(servers: RayServers, urls: list[str]) -> None:
+    """As the watch of a run does it (miles_like.fleet): nothing waits."""
+    assert wait_until(lambda: servers.deaths().keys() == {1}, 30), "it was killed"
+    servers.halt(1)
+    assert servers.deaths() == {} and servers.failure() is None, "it is not wanted"
+    servers.restart(1)
+    assert wait_until(lambda: (found := servers.look(1)).ready and found.url == urls[1], 60)
+    assert httpx.get(f"{urls[1]}/health").status_code == 200 and servers.deaths() == {}
+
+
+def _one_is_added(servers: RayServers, home: Path) -> None:
+    servers.add(slot(2), launch(home))
+    assert wait_until(lambda: servers.look(2).ready, 60)
+    url = servers.look(2).url
+    assert httpx.get(f"{url}/health").status_code == 200
+    servers.halt(2)
+    assert _started(url) is None and servers.failure() is None
 
 
 def _one_takes_its_place(servers: RayServers, urls: list[str]) -> None:

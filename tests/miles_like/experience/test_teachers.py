@@ -31,6 +31,7 @@ from miles_like.types import (
     TrainBatch,
     VersionSpan,
 )
+from rollout.episodes.serving import Serving
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.http_replies import EngineEnded, NoAnswer, RolloutError
 from rollout.wire.scores import PromptScores
@@ -419,8 +420,12 @@ def test_a_server_of_the_rollout_that_does_not_answer_is_passed_over(error: type
     is no such failure: every server gives it."""
     dead, alive = Flaky(1 << 30, "http://dead", error), Flaky(0, "http://alive")
     both: Any = (dead, alive)
-    (first, second) = asyncio.run(ServerTeacher(name="self", clients=both, at_once=1, own=False).score(groups()))
+    lost: list[str] = []
+    serving = Serving(["http://dead", "http://alive"], lambda url, error: lost.append(url), limit_s=60.0)
+    own = ServerTeacher(name="self", clients=both, at_once=1, own=False, serving=serving)
+    (first, second) = asyncio.run(own.score(groups()))
     assert [len(s.logprobs) for s in (*first, *second)] == [3, 5, 1, 0]
+    assert lost == ["http://dead"] and own.servers == [alive]
     refusing: Any = (Flaky(1, "http://refuses"), alive)
     for clients, url in ((both[:1], "http://dead"), (refusing, "http://refuses")):
         with refuses(RolloutError, "self", url):

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from miles_like.types import SamplingParams
+from miles_like.types import SamplingParams, ServerLost
 from rollout.episodes.pool import EnginePool
+from rollout.episodes.serving import Serving
 from rollout.sglang.http_replies import NoAnswer, RolloutError
 from tests.support.fakes import FakeEngine, make_prompt
 from tests.support.refusals import refuses
@@ -79,8 +80,10 @@ def test_turns_of_an_episode_stay_with_the_engine_that_has_their_prefix() -> Non
     """Where loads are equal, also after a sample has moved; a lost engine keeps none."""
 
     async def run() -> None:
-        engines = [FakeEngine(delay_s=0.01), FakeEngine(delay_s=0.01)]
-        pool = EnginePool(engines, lambda why: None)
+        engines: list[Any] = [FakeEngine(delay_s=0.01), FakeEngine(delay_s=0.01)]
+        for i, engine in enumerate(engines):
+            engine.url = f"http://{i}"
+        pool = EnginePool(engines, Serving([e.url for e in engines], limit_s=60.0))
         groups = await pool.generate(PROMPTS[:2], n=2, params=PARAMS)
         for _ in range(3):
             for g in reversed(groups):
@@ -160,25 +163,27 @@ class Mortal(FakeEngine):
         self.aborted += 1
 
 
-def mortals(n: int = 2) -> tuple[list[Mortal], EnginePool, list[str]]:
-    engines, said = [Mortal(f"http://{i}") for i in range(n)], list[str]()
-    return engines, EnginePool(engines, lost=said.append), said
+def mortals(n: int = 2) -> tuple[list[Mortal], EnginePool, Serving, list[str]]:
+    engines, reported = [Mortal(f"http://{i}") for i in range(n)], list[str]()
+    serving = Serving([e.url for e in engines], lambda url, error: reported.append(f"{url}: {error}"), limit_s=60.0)
+    return engines, EnginePool(engines, serving), serving, reported
 
 
 def test_what_an_engine_was_asked_that_does_not_answer_is_asked_elsewhere() -> None:
     async def run() -> None:
-        engines, pool, said = mortals()
+        engines, pool, serving, reported = mortals()
         engines[0].dead = True
         groups = await pool.generate(PROMPTS, n=2, params=PARAMS)
         assert [g.prompt for g in groups] == PROMPTS and len(engines[1].asked) == 7 and not engines[0].asked
-        assert said == ["server http://0 cannot be reached"] and pool._load == [0, 0]
+        assert reported == ["http://0: server http://0 cannot be reached"] and pool._load == [0, 0]
+        assert serving.reissued == 4
         sample = groups[0].samples[0]
         for _ in range(3):
             await pool.continue_sample(sample, params=PARAMS)
         await pool.abort_all()
-        assert (engines[0].aborted, engines[1].aborted, len(said)) == (0, 1, 1)
+        assert (engines[0].aborted, engines[1].aborted, len(reported)) == (0, 1, 1)
         engines[0].dead = False
-        pool.restore()
+        serving.serve(["http://0", "http://1"])
         await pool.generate(PROMPTS, n=2, params=PARAMS)
         assert len(engines[0].asked) == 4
 
@@ -189,35 +194,65 @@ def test_without_a_remedy_an_engine_that_does_not_answer_is_an_error() -> None:
     async def run() -> None:
         engine = Mortal("http://a")
         engine.dead = True
-        for call in (EnginePool([engine]), EnginePool([engine], lost=lambda why: None)):
-            with refuses(NoAnswer, "http://a"):
-                await call.generate(PROMPTS, n=1, params=PARAMS)
+        with refuses(NoAnswer, "http://a"):
+            await EnginePool([engine]).generate(PROMPTS, n=1, params=PARAMS)
 
     asyncio.run(run())
 
 
-def test_while_a_publication_replaces_the_last_engine_requests_wait() -> None:
-    async def run() -> None:
-        (engine,), pool, said = mortals(1)
-        pool.expect()
+def test_requests_wait_for_an_engine_until_there_is_one_or_none_will_be() -> None:
+    async def run(*, ends: bool) -> None:
+        (engine,), pool, serving, reported = mortals(1)
         engine.dead = True
         waiting = asyncio.create_task(pool.generate(PROMPTS, n=1, params=PARAMS))
         for _ in range(5):
             await asyncio.sleep(0)
-        assert len(said) == 1 and not waiting.done()
+        assert len(reported) == 1 and not waiting.done()
         engine.dead = False
-        pool.restore()
+        if ends:
+            serving.end("no server is left: server 0 died")
+            with refuses(ServerLost, "server 0 died"):
+                await waiting
+            return
+        serving.serve([engine.url])
         assert [g.prompt for g in await waiting] == PROMPTS
+
+    asyncio.run(run(ends=False))
+    asyncio.run(run(ends=True))
+
+
+def test_the_wait_for_an_engine_has_a_limit() -> None:
+    async def run() -> None:
+        pool = EnginePool([Mortal("http://a")], Serving([], limit_s=0.01))
+        with refuses(ServerLost, "http://a", "cluster.timeout_s", "--resume", 0.01):
+            await pool.generate(PROMPTS, n=1, params=PARAMS)
 
     asyncio.run(run())
 
 
-def test_an_engine_that_is_left_out_gets_no_request() -> None:
+def test_an_engine_that_does_not_serve_gets_no_request_and_one_may_be_added() -> None:
     async def run() -> None:
-        engines, pool, _ = mortals()
-        pool.leave_out({"http://1"})
-        await pool.generate(PROMPTS, n=1, params=PARAMS)
+        engines, pool, serving, _ = mortals()
+        serving.serve(["http://0"])
+        await pool.generate(PROMPTS, n=2, params=PARAMS)
         await pool.abort_all()
         assert (len(engines[0].asked), len(engines[1].asked), engines[1].aborted) == (7, 0, 0)
+        pool.add(further := Mortal("http://2"))
+        serving.serve(["http://2"])
+        await pool.generate(PROMPTS, n=2, params=PARAMS)
+        assert len(further.asked) == 7
+
+    asyncio.run(run())
+
+
+def test_engines_that_are_near_are_asked_while_one_of_them_serves() -> None:
+    async def run() -> None:
+        engines, _, serving, _ = mortals(3)
+        pool = EnginePool(engines, serving, near=["http://1"])
+        await pool.generate(PROMPTS, n=2, params=PARAMS)
+        assert [len(e.asked) for e in engines] == [0, 7, 0]
+        engines[1].dead = True
+        await pool.generate(PROMPTS, n=2, params=PARAMS)
+        assert len(engines[1].asked) == 7 and len(engines[0].asked) + len(engines[2].asked) == 7
 
     asyncio.run(run())

@@ -18,6 +18,7 @@ import torch
 from miles_like.batch.packer import Packer
 from miles_like.checkpoint.saved_groups import read_groups
 from miles_like.cluster.workers.link import WorkerEnded
+from miles_like.cluster.workers.pool import RolloutWorkers
 from miles_like.cluster.workers.values import HeldValues
 from miles_like.loop.buffer import LOST
 from miles_like.records import ColumnsLostError, PlannedBatch
@@ -230,3 +231,25 @@ def test_answers_to_held_out_prompts_come_in_order_and_are_not_held() -> None:
         assert not await loop.held() and [w.load for w in loop.workers._workers] == [0, 0]
 
     asyncio.run(run())
+
+
+def test_every_worker_knows_which_servers_serve_also_one_that_takes_a_place() -> None:
+    made_by = Made()
+
+    async def run() -> None:
+        start = LocalWorkers([["a"], ["b"]], made_by)
+        workers = RolloutWorkers(start=start, tokens=lambda prompt: 1, say=str, bound=1 << 30)
+        await workers.begin()
+        workers.serve(["b", "c"])
+        await workers.abort()
+        async with asyncio.timeout(60):
+            while len(made_by.served) < 2:
+                await asyncio.sleep(0.01)
+            start.links[0].end()
+            await workers.abort()
+            while len(made_by.served) < 3:
+                await asyncio.sleep(0.01)
+        await workers.close()
+
+    asyncio.run(run())
+    assert made_by.served == [["b", "c"]] * 3

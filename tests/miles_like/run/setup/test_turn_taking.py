@@ -15,6 +15,6 @@ TINY = Path(__file__).parents[4] / "configs" / "tiny.toml"
 
 def test_that_no_server_is_replaced_is_reported() -> None:
     one = released(load_config(TINY, ["cluster.colocate=true"]))
-    assert "has no effect" in one and "publish.replacements = 3" in one and "--resume" in one
-    none = released(load_config(TINY, ["cluster.colocate=true", "publish.replacements=0"]))
+    assert "has no effect" in one and "rollout.restarts = 3" in one and "--resume" in one
+    none = released(load_config(TINY, ["cluster.colocate=true", "rollout.restarts=0"]))
     assert none == "rollout servers have released their memory; the trainer starts", "nothing else was asked for"

@@ -27,6 +27,7 @@ from rollout.embedded.server.log_limit import LogLimit
 from rollout.embedded.server.service import Service
 from rollout.embedded.server.worker import EngineStopped, EngineWorker
 from rollout.episodes.pool import EnginePool
+from rollout.episodes.serving import Serving
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.http_replies import RolloutError
 from rollout.wire.bodies import request_bytes
@@ -119,7 +120,8 @@ def test_what_was_asked_of_a_server_whose_engine_has_ended_is_asked_of_another(
     params, prompts = SamplingParams(max_new_tokens=3), [make_prompt(f"p{i}") for i in range(4)]
 
     async def run(*urls: str) -> int:
-        pool = EnginePool([SGLangClient(url, routing=None) for url in urls], lost=said.append)
+        serving = Serving(urls, lambda url, error: said.append(str(error)), limit_s=60.0)
+        pool = EnginePool([SGLangClient(url, routing=None) for url in urls], serving if len(urls) > 1 else None)
         try:
             return sum(len(g.samples) for g in await pool.generate(prompts, n=2, params=params))
         finally:

@@ -1,0 +1,388 @@
+"""The rollout servers of a run while it runs: watched, left out, restarted, brought up to the version, added, removed.
+
+    driver                       watch (this module)                 processes (cluster.rollout_servers)
+    -------------------------------------------------------------------------------------------------------------
+    pools ----- does not answer --> suspect ---- hangs ----> dead ---- stop, start ---> restarting
+    publication --- left out -----> dead, stale                                             | answers
+    pools <---- healthy <------ joins: one full publication, hashes, known text <------ stale
+
+A server joins while the weights of the trainer are those that the others serve: from the end of a publication until
+the next training begins (`open`, `close`), or at any time where publications do not need the trainer. While a
+publication goes on no server is started, so that none answers to requests that were meant for the one before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from miles_like.fleet.control import ControlFiles, Request
+from miles_like.fleet.health import HealthError, look_at
+from miles_like.fleet.roster import Roster, Server, of_urls
+from miles_like.fleet.states import Event, State
+from miles_like.types import PublishReport, ServerFault, ServerLost
+from rollout.episodes.serving import Serving
+from rollout.wire import endpoints
+
+_TICK_S = 1.0  # between two looks at processes
+_STARTING_S = 0.2  # between two looks at one that starts
+REMOVED = "a user has removed it"
+_HEALTH = " health"
+_ABORT_S = 10.0  # for the samples of a server that is removed to come back unfinished
+_UP = (State.HEALTHY, State.SUSPECT, State.STALE)  # states of a server with a process that has answered
+T = TypeVar("T")
+
+
+async def _nothing(url: str) -> None: ...
+
+
+class Progress(Protocol):
+    """Of a server that starts (rollout.sglang.startup)."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def failure(self) -> str | None: ...
+
+
+class Processes(Protocol):
+    """The servers' processes (miles_like.cluster.rollout_servers). All of it blocks, and is called in threads."""
+
+    def deaths(self) -> Mapping[int, str]:
+        """Servers whose process, or a part of it, has ended, and why."""
+
+    def halt(self, number: int) -> None:
+        """Ends a server's processes at once."""
+
+    def restart(self, number: int) -> None:
+        """Ends a server's processes and begins others in their place, at the same URL. Raises RuntimeError."""
+
+    def look(self, number: int) -> Progress:
+        """At one that starts. Raises RuntimeError where the process that owns it does not answer."""
+
+    def add(self, number: int) -> None:
+        """Begins another server. Raises ValueError where there is no place for it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Fleet:
+    """connect: creates every rank's publisher to some of the servers; joins: they join at a version that others serve.
+    publish_version: publishes to the servers that are connected. join_version: brings servers up to the current
+    version; returns what is wrong with which. admit: makes clients of a further server. tell: gets the servers that
+    serve, for other processes that send them requests. needs_trainer: publications send the trainer's weights as they
+    are now, not files. abort: ends all requests on a server that is removed.
+    """
+
+    roster: Roster
+    processes: Processes
+    serving: Serving
+    files: ControlFiles
+    connect: Callable[[Sequence[str], bool], None]
+    publish_version: Callable[[int], Awaitable[PublishReport]]
+    admit: Callable[[str], None]
+    tell: Callable[[Collection[str]], None]
+    needs_trainer: bool
+    health_every_s: float
+    health_timeout_s: float
+    paused_health: str = endpoints.MODEL_INFO  # asked while a publication goes on, where /health may generate a token
+    tick_s: float = _TICK_S
+    abort: Callable[[str], Awaitable[None]] = _nothing
+    join_version: Callable[[Collection[str]], Awaitable[Sequence[ServerFault]]] | None = None
+    _connected: frozenset[str] = field(default=frozenset(), init=False)
+    targets: frozenset[str] = field(default=frozenset(), init=False)  # of the publication that goes on, or was last
+    _publishing: bool = field(default=False, init=False)
+    _open: bool = field(default=False, init=False)
+    _joining: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _looked: dict[int, float] = field(default_factory=dict, init=False)  # when at the health of a server
+    _silent: dict[int, float] = field(default_factory=dict, init=False)  # seconds since its last answer
+    _halted: set[int] = field(default_factory=set, init=False)  # servers whose processes were ended
+    _begun: set[int] = field(default_factory=set, init=False)  # added ones, whose first process is there already
+    _moved: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def begin(self, urls: Sequence[str], version: int) -> None:
+        """Call once, with the servers of the run, which have just loaded the weights `version`."""
+        self.roster.changed = self._changed
+        self._connected = self.targets = frozenset(urls)
+        self.roster.start(urls, version)
+
+    # ---- publications
+
+    async def prepare(self) -> None:
+        """Call before a publication. It goes to the servers that are healthy, or, where there is none, to the first
+        that answers. Raises RuntimeError where no server is left."""
+        await self.close()
+        while not (urls := self.roster.urls(State.HEALTHY) or self.roster.urls(State.STALE)):
+            await self._change()
+        self._publishing = True
+        for server in self.roster:
+            if server.state is State.SUSPECT and server.url not in urls:
+                self.roster.move(server, Event.OUTDATED, "the publication does not wait for it")
+        self.targets = frozenset(urls)
+        if self.targets != self._connected:
+            self._connect(urls, joins=False)
+
+    def _connect(self, urls: Sequence[str], *, joins: bool) -> None:
+        self._connected = frozenset() if joins else frozenset(urls)
+        self.connect(urls, joins)
+
+    async def publish(self, version: int, urls: Collection[str]) -> PublishReport:
+        """Publishes to some of the targets."""
+        if frozenset(urls) != self._connected:
+            self._connect([url for url in self.roster.urls(*State) if url in urls], joins=False)
+        return await self.publish_version(version)
+
+    async def join(self, version: int, urls: Collection[str]) -> PublishReport:
+        """Publishes to servers that were started since, by one full load."""
+        self._connect([url for url in self.roster.urls(*State) if url in urls], joins=True)
+        return await self.publish_version(version)
+
+    def leave_out(self, faults: Sequence[ServerFault]) -> None:
+        """Sends these servers no further request until they are verified."""
+        for fault in faults:
+            for server in of_urls(self.roster, [fault.url]):
+                if server.state is not State.RESTARTING:
+                    self.roster.move(server, Event.OUTDATED, fault.why)
+
+    def fail(self, faults: Sequence[ServerFault]) -> None:
+        """Gives these servers up as they are; others take their place."""
+        for fault in faults:
+            for server in of_urls(self.roster, [fault.url]):
+                if server.state is not State.RESTARTING:  # it is replaced already
+                    self.roster.move(server, Event.FAILED, fault.why)
+
+    def verified(self, urls: Collection[str], version: int) -> None:
+        """These servers compute with the weights of `version`, and get requests from now on."""
+        for server in of_urls(self.roster, urls):
+            if server.state in _UP:
+                self.roster.move(server, Event.VERIFIED, f"has version {version}", version)
+
+    async def settled(self) -> None:
+        """Call when a publication is over and its servers are verified: waits until at least one is healthy. Raises
+        RuntimeError where no server is left."""
+        self._publishing, self._open = False, True
+        self._serve()  # also those that another process left out, and that answer
+        await self._join_stale()
+        while not self.roster.urls(State.HEALTHY):
+            await self._change()
+            await self._join_stale()
+
+    async def close(self) -> None:
+        """Call before the trainer's weights change: no server joins until `settled`."""
+        self._open = False
+        async with self._joining:
+            pass
+
+    async def _join_stale(self) -> None:
+        async with self._joining:
+            urls = self.roster.urls(State.STALE)
+            if not urls or not self._open or self.join_version is None:
+                return
+            try:
+                faults = await self.join_version(urls)
+            except (RuntimeError, ValueError) as e:  # of these servers: no others were asked
+                faults = [ServerFault(url, str(e), answers=True) for url in urls]
+            self.fail(faults)
+
+    def metrics(self) -> Mapping[str, float]:
+        reissued, self.serving.reissued = self.serving.reissued, 0
+        return {**self.roster.metrics(), "rollout/reissued": float(reissued)}
+
+    # ---- the watch
+
+    def lost(self, url: str, error: ServerLost) -> None:
+        """A server did not answer a request, which goes to another."""
+        if (server := self.roster.at(url)) is None or server.state is not State.HEALTHY:
+            return
+        if self.roster.unanswered(server):
+            self.roster.move(server, Event.FAILED, f"its health is good, but requests are not answered: {error}")
+        else:
+            self.roster.move(server, Event.SILENT, str(error))
+        self._looked.pop(server.number, None)
+
+    async def beside(self, main: Coroutine[Any, Any, T]) -> T:
+        """`main`, while the servers are watched. Raises RuntimeError, and cancels it, where too few are left."""
+        work, watch = asyncio.ensure_future(main), asyncio.ensure_future(self._watch())
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                watch.result()
+            return await work
+        finally:
+            for task in (work, watch, *self._tasks.values()):
+                task.cancel()
+            await asyncio.wait({work, watch, *self._tasks.values()})
+            self.files.write(self.roster.rows(), ended=True)
+
+    async def _watch(self) -> None:
+        while True:
+            await self._look_at_processes()
+            for request in self.files.asked():
+                await self._answer(request)
+            for server in list(self.roster):
+                self._act(server)
+            if (shortage := self.roster.shortage()) is not None:
+                self.serving.end(shortage)
+                raise RuntimeError(shortage)
+            self._start("join", self._join_stale, wanted=self._open and bool(self.roster.urls(State.STALE)))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.tick_s):
+                    await self._change()
+
+    async def _look_at_processes(self) -> None:
+        there = {s.number: len(s.restarts) for s in self.roster if s.state in _UP}
+        for number, why in (await asyncio.to_thread(self.processes.deaths)).items():
+            server = self.roster.servers[number]
+            if server.state in _UP and there.get(number) == len(server.restarts):  # the process that was looked at
+                self.roster.move(server, Event.FAILED, why)
+
+    def _act(self, server: Server) -> None:
+        """What the state of a server asks for."""
+        name = f"server {server.number}"
+        match server.state:
+            case State.HEALTHY | State.SUSPECT | State.STALE:
+                self._start(name + _HEALTH, lambda: self._look_at_health(server), wanted=self._look_is_due(server))
+            case State.DEAD if not self.roster.left(server):
+                self.roster.move(server, Event.GIVEN_UP, server.why)
+            case State.DEAD | State.RETIRED if server.number not in self._halted:
+                self._start(name, lambda: self._halt(server))
+            case State.DEAD if not (self._publishing or self._joining.locked()):
+                self.roster.move(server, Event.RESTARTED)
+            case State.RESTARTING if name in self._tasks or not self._publishing:
+                self._start(name, lambda: self._restart(server))
+
+    def _look_is_due(self, server: Server) -> bool:
+        now = asyncio.get_running_loop().time()
+        every = self.tick_s if server.state is State.SUSPECT else self.health_every_s
+        if now - self._looked.get(server.number, -every) < every:
+            return False
+        self._looked[server.number] = now
+        return True
+
+    async def _look_at_health(self, server: Server) -> None:
+        def silent(why: str) -> None:
+            if server.state is State.HEALTHY:
+                self.roster.move(server, Event.SILENT, why)
+
+        path = self.paused_health if self._publishing else endpoints.HEALTH
+        try:
+            answers = await look_at(server.url, path, self.health_timeout_s, silent)
+        except HealthError as e:
+            if server.state in _UP:
+                self.roster.move(server, Event.FAILED, str(e))
+            return
+        if server.state not in _UP:
+            return
+        if answers:
+            self._silent.pop(server.number, None)
+            self.roster.move(server, Event.ANSWERED, "it answers again")
+            return
+        silent("it cannot be reached")
+        late = self._silent[server.number] = self._silent.get(server.number, 0.0) + self.tick_s
+        if late >= self.health_timeout_s:
+            self.roster.move(server, Event.FAILED, f"it could not be reached for {late:g} s")
+
+    async def _halt(self, server: Server) -> None:
+        """What was in flight on a server that is dead goes to others as soon as its connections are closed."""
+        if server.why == REMOVED:
+            with contextlib.suppress(TimeoutError, RuntimeError):
+                async with asyncio.timeout(_ABORT_S):
+                    await self.abort(server.url)
+        await asyncio.to_thread(self.processes.halt, server.number)
+        self._halted.add(server.number)
+
+    async def _restart(self, server: Server) -> None:
+        self._halted.discard(server.number)
+        try:
+            if server.number not in self._begun:
+                await asyncio.to_thread(self.processes.restart, server.number)
+            self._begun.discard(server.number)
+            while not (found := await asyncio.to_thread(self.processes.look, server.number)).ready:
+                if found.failure is not None:
+                    raise RuntimeError(found.failure)
+                await asyncio.sleep(_STARTING_S)
+        except RuntimeError as e:
+            if server.state is State.RESTARTING:
+                self.roster.move(server, Event.FAILED, str(e))
+            return
+        if server.state is not State.RESTARTING:  # removed meanwhile
+            return
+        if not server.url:
+            server.url = found.url
+            self.admit(found.url)
+        self._silent.pop(server.number, None)
+        self.roster.move(server, Event.UP, "its process answers")
+
+    def _start(self, name: str, make: Callable[[], Coroutine[Any, Any, None]], *, wanted: bool = True) -> None:
+        """At most one task of a name, which wakes the watch when it ends; its errors are raised by the next call."""
+        if (task := self._tasks.get(name)) is not None:
+            if not task.done():
+                return
+            del self._tasks[name]
+            task.result()
+        if wanted:
+            task = self._tasks[name] = asyncio.create_task(make())
+            if not name.endswith(_HEALTH):  # of which there are many; it changes a state, or nothing is to be done
+                task.add_done_callback(lambda _: self._moved.set())
+
+    # ---- what users ask for
+
+    async def _answer(self, request: Request | str) -> None:
+        if isinstance(request, str):
+            self.roster.say(f"Refused: {request}")
+        elif request.verb == "add":
+            await self._add()
+        else:
+            await self._remove(request.server)
+
+    async def _add(self) -> None:
+        retired = next((s for s in self.roster if s.state is State.RETIRED), None)
+        if retired is not None:  # its place and its devices are free
+            retired.restarts.clear()
+            self.roster.move(retired, Event.ADDED, "added")
+            return
+        try:
+            number = 1 + max(self.roster.servers)
+            await asyncio.to_thread(self.processes.add, number)
+            self._begun.add(number)
+            self.roster.add(number)
+        except (ValueError, RuntimeError) as e:
+            self.roster.say(f"No rollout server is added: {e}")
+
+    async def _remove(self, number: int | None) -> None:
+        server = None if number is None else self.roster.servers.get(number)
+        if server is None or server.state is State.RETIRED:
+            there = ", ".join(str(s.number) for s in self.roster if s.state is not State.RETIRED)
+            self.roster.say(f"Rollout server {number} is not removed: the servers are {there}")
+        elif self.roster.staying <= self.roster.least:
+            self.roster.say(
+                f"Rollout server {number} is not removed: {self.roster.staying} servers are there, and "
+                f"rollout.min_servers = {self.roster.least}"
+            )
+        else:
+            self.roster.move(server, Event.REMOVED, REMOVED)
+
+    # ---- changes
+
+    def _serve(self) -> None:
+        urls = self.roster.urls(State.HEALTHY)
+        self.serving.serve(urls)
+        self.tell(urls)
+
+    def _changed(self) -> None:
+        self._serve()
+        self.files.write(self.roster.rows())
+        self._moved.set()
+
+    async def _change(self) -> None:
+        """Waits for a change of a state, or for a task of the watch to end. Raises RuntimeError where too few servers
+        are left: the run ends."""
+        self._moved.clear()
+        await self._moved.wait()
+        if (shortage := self.roster.shortage()) is not None:
+            raise RuntimeError(shortage)
