@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -248,3 +249,26 @@ def within(limit_s: float, becomes_true: Callable[[], object]) -> bool:
     while not becomes_true() and time.monotonic() < until:
         time.sleep(0.05)
     return bool(becomes_true())
+
+
+@pytest.mark.long(beside="tests/cluster/test_spread_run.py")
+def test_ray_has_sixteen_members_and_learns_of_one_that_crashed(tmp_path: Path) -> None:
+    """With the addresses of the second network, in the order of `in_order`: as numbers and not as text."""
+    with nodes(NODES, shm_mib=128, work=tmp_path) as cluster:
+        address = cluster.start_ray(cpus=1, network=1)
+        wanted = [(address_of(k, 1), f"node{k}") for k in range(NODES)]
+        assert cluster[0].call(members, address, NODES) == wanted
+        cluster[7].crash()
+        assert cluster[0].call(members, address, NODES - 1) == wanted[:7] + wanted[8:]
+
+
+def members(address: str, number: int) -> list[tuple[str, str]]:
+    """(address, host name) of each, once there are so many."""
+    from miles_like.nodes.members import living_nodes
+    from miles_like.nodes.session import start_ray, stop_ray
+
+    start_ray(address)
+    within(120.0, lambda: len(living_nodes()) == number)
+    found = [(node.address, node.host) for node in living_nodes()]
+    stop_ray()
+    return found
