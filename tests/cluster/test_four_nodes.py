@@ -1,9 +1,10 @@
 """A run over four nodes that share no disk, and on three of them after one is lost, is the run of one machine.
 
 Ray has the addresses of the nodes' second network, and the cables of the first are pulled, whose addresses the hosts
-files have: what does not go by the address under which Ray knows a node reaches nothing. The model is on the disk of
-the driver's node alone, which is not the first. Tensor-, expert- and pipeline-parallel groups of the trainer all have
-members on several nodes; the server is on another one. Routes are replayed (R3).
+files have: what does not go by the address under which Ray knows a node reaches nothing. The model, in FP8 and with
+a layer more than is trained, is on the disk of the driver's node alone, which is not the first. Tensor-, expert- and
+pipeline-parallel groups of the trainer have members on several nodes; the server is on another one. Routes are replayed
+(R3).
 
 Not covered: GPUs, NCCL, a server over two nodes (tests/sglang_cpu), nodes that are lost while the run trains.
 """
@@ -11,6 +12,7 @@ Not covered: GPUs, NCCL, a server over two nodes (tests/sglang_cpu), nodes that 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,15 +20,21 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from megatron_bridge.convert.to_megatron import to_megatron
+from miles_like.pipeline.first_layers import write_first_layers
+from miles_like.pipeline.rollout_checkpoint import store_served
+from quant.spec import QuantFormat, QuantSpec
 from tests.support import spread_run
-from tests.support.local_run import QUICK, TINY, Runs, untimed
+from tests.support.local_run import QUICK, SMALL_MODEL, TINY, Runs, untimed
 from tests.support.namespaces import Cluster, address_of, nodes
 from tests.support.node_listing import listed
+from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
 pytestmark = pytest.mark.long(beside="tests/cluster/test_spread_run.py")
 
 NODES, DRIVER, LOST, NETWORK = 4, 3, 1, 1
-SETTINGS = (*QUICK, "parallel.dp=1", "parallel.tp=2", "parallel.ep=2")
+LAYERS = 2
+SETTINGS = (*QUICK, "precision.format=fp8", "parallel.dp=1", "parallel.tp=2", "parallel.ep=2")
 FOUR = (*SETTINGS, "parallel.pp=2", "train.steps=2")
 THREE = (*SETTINGS, "parallel.pp=1", "train.steps=4")
 POOLS = {  # numbers of the run's nodes
@@ -51,9 +59,24 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(work: Path) -> Iterator[Runs]:
-    (work / "home").mkdir()
-    with Runs(work / "home") as started:
+    """On the models of `make_models`."""
+    (home := work / "home").mkdir()
+    with Runs(home) as started:
+        for part in ("hf", "megatron"):
+            (home / part).unlink()
+        assert started.call(home / "models.log", make_models, home) == 0, (home / "models.log").read_text()
         yield started
+
+
+def make_models(home: Path) -> None:
+    """`home`/whole, with a layer more; of its first layers `home`/hf and, by one process, `home`/megatron."""
+    hf = tiny(**SMALL_MODEL | {"num_hidden_layers": LAYERS + 1})
+    write_checkpoint(home / "bf16", hf, random_tensors(hf))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy2(TINY.parent / "tiny" / name, home / "bf16" / name)
+    store_served(home / "bf16", home / "whole", QuantSpec.of(QuantFormat.FP8))
+    write_first_layers(home / "whole", home / "hf", LAYERS)
+    to_megatron(home / "hf", home / "megatron")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +84,7 @@ def cluster(work: Path, runs: Runs) -> Iterator[Cluster]:
     with nodes(NODES, hosts=["good", "hostile", "good", "empty"], disk_mib=256, work=work) as made:
         for node in made:
             node.run(["sh", "-c", f"printf {node.name} > {made.disk}/owner"])
-        made[DRIVER].run(["cp", "-r", str((runs.home / "hf").resolve()), str(made.disk / "hf")])
+        made[DRIVER].run(["cp", "-r", str(runs.home / "whole"), str(made.disk / "whole")])
         made.start_ray(network=NETWORK)
         for node in made:
             node.unplug(0)
@@ -70,8 +93,13 @@ def cluster(work: Path, runs: Runs) -> Iterator[Cluster]:
 
 def launch(cluster: Cluster, run_dir: Path, settings: tuple[str, ...], *more: str) -> Ran:
     disk, found = cluster.disk, f"{spread_run.DISK}='{cluster.disk}'"
-    own = [f"model.path={disk}/hf", f"cache_dir={disk}/cache", f"cluster.stage_dir={disk}/local", "model.make=false"]
-    own += [f"cluster.env={{{found}}}", f"rollout.env={{{found}}}", *POOLS[settings]]
+    own = [
+        f"model.path={disk}/whole",
+        f"model.first_layers={LAYERS}",
+        f"cache_dir={disk}/cache",
+        f"cluster.stage_dir={disk}/local",
+    ]
+    own += ["model.make=false", f"cluster.env={{{found}}}", f"rollout.env={{{found}}}", *POOLS[settings]]
     words = [word for setting in (*settings, *own) for word in ("--set", setting)]
     train = ["train", str(TINY), "--run-dir", str(run_dir), "--ray-address", cluster.ray_address, *words, *more]
     for old in (run_dir / "logs").glob("*.json"):
