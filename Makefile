@@ -17,7 +17,7 @@ JOBS ?= 3
 # 1: tests over nodes of Linux namespaces (tests/cluster) fail, and are not skipped, without the right to make them
 export MILES_LIKE_NEED_NAMESPACES ?= 0
 
-.PHONY: demo docs lint resolve check test test-fast test-slow test-long test-all snapshot test-sglang sglang-all test-vllm fuzz plan-all gpu benchmarks clean
+.PHONY: debian demo docs lint resolve check test test-fast test-slow test-long test-all snapshot test-sglang sglang-all test-vllm fuzz plan-all gpu benchmarks clean
 
 # Python keeps what it compiles: tests start hundreds of processes. Threads that wait for each other sleep: they would
 # spin on cores that other processes of the tests could use.
@@ -28,6 +28,13 @@ OUT := build/tests
 
 demo: $(STAMP)
 	$(BIN)/python $(DEMO_$(DEVICE)) --run-dir $(RUN)
+
+# what tests need beside Python, on Debian as root: those packages of tests/debian_packages.txt that are missing
+debian:
+	missing=$$(for name in $$(grep -v '^#' tests/debian_packages.txt); do \
+	  dpkg-query --show --showformat '$${db:Status-Status}\n' $$name 2>/dev/null | grep -qx installed || echo $$name; done); \
+	if [ -n "$$missing" ]; then \
+	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends $$missing; fi
 
 # the documentation as a site in build/site; a warning, as for a link to nothing, is an error
 docs: $(VENV)/.docs

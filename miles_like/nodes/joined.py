@@ -1,7 +1,8 @@
 """python -m miles_like.nodes.joined ADDRESS NODES SECONDS: wait until so many nodes are in a Ray cluster.
 
 Scripts of `miles-like launch` run it before the run, so that a node which does not come is a sentence with its own
-limit. Status 0 when all are there, 1 after the limit.
+limit. A head that does not answer is asked again until then: on a busy machine it may end while it starts, and is then
+started again. Status 0 when all are there, 1 after the limit.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 import time
 
 from miles_like.nodes.members import living_nodes
-from miles_like.nodes.session import start_ray, stop_ray
+from miles_like.nodes.session import NoClusterError, start_ray, stop_ray
 
 _LOOK_EVERY_S = 1.0
 
@@ -27,9 +28,21 @@ def wait_until_joined(count: int, timeout_s: float) -> str | None:
     return None
 
 
+def join(address: str, until: float) -> None:
+    """As `start_ray`, whose NoClusterError is raised at `until` by the monotonic clock."""
+    while True:
+        try:
+            return start_ray(address)
+        except NoClusterError:
+            if time.monotonic() >= until:
+                raise
+            stop_ray()
+            time.sleep(_LOOK_EVERY_S)
+
+
 def main(address: str, count: int, timeout_s: float) -> int:
     try:
-        start_ray(address)
+        join(address, time.monotonic() + timeout_s)
         missing = wait_until_joined(count, timeout_s)
     except (ValueError, RuntimeError) as e:
         missing = str(e)

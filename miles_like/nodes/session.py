@@ -28,12 +28,16 @@ class _Logging(TypedDict):
     log_to_driver: bool
 
 
+class NoClusterError(ValueError):
+    """No Ray cluster answers at an address, yet or again."""
+
+
 def start_ray(address: str | None) -> None:
     """Join the cluster at `address` or RAY_ADDRESS; without either start a local one for this process.
 
     A local one listens on loopback only and accepts only processes that hold its token, which is generated here. For a
-    cluster, Ray's environment variables and token file apply unchanged. Raises ValueError when the cluster does not
-    answer or refuses this process, RuntimeError when the local one does not start.
+    cluster, Ray's environment variables and token file apply unchanged. Raises NoClusterError when the cluster does not
+    answer, ValueError when it refuses this process, RuntimeError when the local one does not start.
     """
     global _ours
     if ray.is_initialized():
@@ -58,7 +62,7 @@ def start_ray(address: str | None) -> None:
                 f"the Ray cluster at {address} rejects this process's token: set RAY_AUTH_MODE=token, and the "
                 "cluster's token in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
             ) from e
-        raise ValueError(
+        raise NoClusterError(
             f"no Ray cluster answers at {address}: start one with `ray start --head`, or remove --ray-address"
         ) from e
 
@@ -109,14 +113,14 @@ def _apply_auth(values: Mapping[str, str | None]) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raises ValueError where nothing listens at HOST:PORT; Ray would retry for minutes and print a page."""
+    """Raises NoClusterError where nothing listens at HOST:PORT; Ray would retry for minutes and print a page."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "//" in address:
         return  # "auto" or a ray:// client address: left to Ray
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
     except OSError as e:
-        raise ValueError(
+        raise NoClusterError(
             f"no Ray cluster answers at {address} ({e.strerror or e}): start one (`ray start --head`) or "
             "remove --ray-address"
         ) from None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from megatron_bridge.convert.directory.manifest import Manifest
-from megatron_bridge.plan.precision import served_spec
 from miles_like.check_results import CheckResult, Outcome, describe_remarks, describe_unchecked, raise_failures
 from miles_like.checkpoint.run_state import go_back
 from miles_like.config.run import RunConfig
@@ -30,7 +28,7 @@ from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.pipeline.cache import cache_of, fetch_directory
 from miles_like.pipeline.dequantize import dequantize_checkpoint, is_unquantized
 from miles_like.pipeline.fetch import content, describe, fetch, is_taken_as_it_is, visible_files
-from miles_like.pipeline.rollout_checkpoint import store_served
+from miles_like.pipeline.rollout_checkpoint import served_output
 from miles_like.pipeline.run_directory import Mode, check_nothing_lost, clear_run_dir, summary_files
 from miles_like.pipeline.stage_names import STAGES
 from miles_like.report.console import counted
@@ -39,23 +37,20 @@ from miles_like.storage.completion import (
     ABSENT,
     MARKER,
     Output,
-    OutputFile,
     cleared,
-    file_fact,
     files_under,
     input_key,
     marker_root,
     note_times,
     read_marker,
     why_incomplete,
-    write_atomically,
     write_marker,
 )
 from miles_like.storage.verified_copy import StageFiles, verified_sums
-from quant.hf_config import spec_from_hf
 
 Run = Callable[[Path, Mapping[str, Output]], Path]  # (directory, earlier stages' outputs) -> root of the data
 Hashes = Callable[[Path], Mapping[str, tuple[int, str]]]  # root -> (size, SHA-256) of files that the stage hashed
+Lost = Callable[[Path], Sequence[str]]  # root -> files of the output that were on other nodes and are on none any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +67,7 @@ class Stage:
     listed: Callable[[Path], list[Path]] = field(default=files_under)  # root -> files that the marker lists
     hashed: Hashes = field(default=lambda _: {})
     again: str | None = None  # why it runs although it is complete
+    lost: Lost = field(default=lambda _: ())  # asked before its output is used
     by_node: tuple[NodeNeed, ...] | None = None  # of the stage that copies to the nodes; None: known later
 
     def why_not_done(self) -> str | None:
@@ -120,6 +116,7 @@ class StageFunctions:
     train: Callable[[RunConfig, Path, Path, Path, bool], None]  # (config, run_dir, served HF, weights, resume)
     sizes: Sizes | None  # of the model; None: known once it is fetched
     joins_cluster: bool = False  # whose nodes may be other machines than this one
+    lost: Lost = field(default=lambda _: ())  # of the converted directory
     # (all stages, names of those that will run, whether to use network and cluster) -> the checks
     preflight: Callable[[Sequence[Stage], Sequence[str], bool], Preflight] = field(default=lambda *_: NoChecks())
 
@@ -165,6 +162,7 @@ def plan_stages(
         {"grid": [config.parallel.tp, config.parallel.etp]},  # cut for these ranks
         _converted,
     )
+    stages[-1] = replace(stages[-1], lost=functions.lost)
     stages.append(_plan_staging(config, cache, functions, after=stages[-1].key))
     return [*stages, _plan_training(config, run_dir, functions, mode, from_step, after=stages[-1].key)]
 
@@ -289,7 +287,7 @@ def run_stages(
     checks = preflight(to_do)
     _report_checks(checks.run() if to_do else (), console)
     for stage in stages:
-        why = stage.why_not_done()
+        why = stage.why_not_done() or (_lost(stage) if to_do else None)
         if stage.name not in selected:
             if stage.name not in absent:
                 done[stage.name] = _output(stage)
@@ -302,12 +300,18 @@ def run_stages(
             why = "--fresh" if why is None else why
             console.print(f"[bold]{stage.name:>10}[/]  {stage.what} ({why})", soft_wrap=True)
             with _locked(stage, console), _explain_full_disk(stage):
-                if fresh or stage.why_not_done() is not None:  # another command may have completed it meanwhile
+                if fresh or stage.why_not_done() or _lost(stage):  # another command may have completed it meanwhile
                     _run(stage, done)
             done[stage.name] = _output(stage)
         if stage.name == "fetch":
             _report_checks(checks.fetched(done[stage.name].root) if to_do else (), console)
     return done
+
+
+def _lost(stage: Stage) -> str | None:
+    """Why a complete stage runs again all the same."""
+    lost = stage.lost(_output(stage).root)
+    return f"{counted(len(lost), 'file')} of it, such as {lost[0]}, on no node any more" if lost else None
 
 
 def _run(stage: Stage, done: Mapping[str, Output]) -> None:
@@ -426,37 +430,13 @@ def _stage(config: RunConfig, out: Path, done: Mapping[str, Output], functions: 
     stage_dir = config.cluster.stage_dir
     data = Path(stage_dir) / out.name if stage_dir else out / "data"
     stored = out / "served"  # for another format than the fetched one
-    served, shards = _served(config, done["fetch"], stored), done["convert"]
+    served, shards = served_output(config, done["fetch"], stored), done["convert"]
     plan = stage_plan(config, data, served, shards)
     functions.on_nodes(plan.nodes)
     plan.driver()
     if config.cluster.nodes == 1 and not functions.joins_cluster:  # elsewhere another node may need it
         shutil.rmtree(stored, ignore_errors=True)
     return data
-
-
-def _served(config: RunConfig, fetched: Output, out: Path) -> Output:
-    """The checkpoint that the rollout serves: the fetched one, converted to the rollout's format if it has another."""
-    hf = HFCheckpoint(fetched.root).config
-    spec = served_spec(config.precision, hf)
-    if spec == spec_from_hf(hf):
-        return fetched
-    record = out.with_name("served.json")
-    if (facts := _recorded(record, out)) is None:
-        shutil.rmtree(out, ignore_errors=True)
-        store_served(fetched.root, out, spec)
-        facts = {p.name: file_fact(p) for p in files_under(out)}
-        write_atomically(record, json.dumps(facts))
-    return Output(out, facts)
-
-
-def _recorded(record: Path, directory: Path) -> Mapping[str, OutputFile] | None:
-    """The files of an encoded checkpoint whose encoding has ended and which are all there; None otherwise."""
-    if not record.is_file():
-        return None
-    facts: dict[str, OutputFile] = json.loads(record.read_text(encoding="utf-8"))
-    sizes = {p.name: p.stat().st_size for p in files_under(directory)} if directory.is_dir() else {}
-    return facts if sizes == {name: fact["size"] for name, fact in facts.items()} else None
 
 
 def _train(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from megatron_bridge.convert.units import ELSEWHERE
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.deterministic import environment
 from megatron_bridge.plan.kernels import describe_kernels
@@ -111,6 +112,14 @@ def stage_functions(
         work = ConvertWork(memory, c.workers, nodes, timeout_s, apart=True, local=local)
         to_megatron(hf_dir, out, work, tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp)
 
+    def lost(root: Path) -> Sequence[str]:
+        if not (root / ELSEWHERE).is_file():
+            return ()
+        from miles_like.staging.separate_disks import lost_pieces
+
+        cluster.join()
+        return lost_pieces(root, timeout_s=config.cluster.timeout_s)
+
     def preflight(stages: Sequence[Stage], to_do: Sequence[str], online: bool) -> Preflight:
         from miles_like.preflight.checks import Preflight
 
@@ -124,6 +133,7 @@ def stage_functions(
         train=train,
         sizes=None if model is None else _sizes(config, model),
         joins_cluster=cluster.ray_address is not None,
+        lost=lost,
         preflight=preflight,
     )
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from megatron_bridge.convert.directory.manifest import Manifest
 from megatron_bridge.convert.mirror import MirroredWork, source_times
 from megatron_bridge.convert.to_megatron import Conversion
 from megatron_bridge.convert.units import ELSEWHERE, UnitWork, finished_indexes, note_elsewhere, read_unit
 from miles_like.nodes.blocks import NodeFiles, own_address
-from miles_like.nodes.members import Node
+from miles_like.nodes.members import Node, living_nodes
 from miles_like.nodes.sight import Probe, probe_in, probe_of
 from miles_like.nodes.work import on_every_node, on_nodes, over_nodes
 from miles_like.staging.stage_files import pieces_of
@@ -142,6 +143,30 @@ def stage_on_nodes(works: Sequence[StageFiles], nodes: Sequence[Node], *, timeou
             own = tuple(_placed(c, address, here, visible, moved) for c in work.copies)
             placed.append(replace(work, copies=own))
         return on_nodes([*placed, *works[len(placed) :]], nodes, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """Those of a node's files, of these sizes, that it no longer has."""
+
+    files: Mapping[str, tuple[Path, int]]
+
+    def __call__(self, alive: Alive) -> list[str]:
+        return [name for name, (path, size) in self.files.items() if not path.is_file() or path.stat().st_size != size]
+
+
+def lost_pieces(root: Path, *, timeout_s: float) -> tuple[str, ...]:
+    """The files of the converted directory `root` that other nodes held and none holds any more: the node has left the
+    cluster, or its disk has lost them. Raises as `on_nodes`."""
+    sizes = {name: fact.size for name, fact in Manifest.read(root).files.items()}
+    held: dict[str, dict[str, tuple[Path, int]]] = {}
+    for name, (address, directory) in _elsewhere(root).items():
+        held.setdefault(address, {})[name] = (directory / name, sizes[name])
+    there = [node for node in living_nodes() if node.address in held]
+    lost = [name for address in held.keys() - {node.address for node in there} for name in held[address]]
+    asked = [_Missing(held[node.address]) for node in there]
+    lost += [name for names in on_nodes(asked, there, timeout_s=timeout_s) for name in names]
+    return tuple(sorted(lost))
 
 
 def _placed(

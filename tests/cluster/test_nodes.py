@@ -87,8 +87,12 @@ OWNER = """
 import subprocess, sys, time
 from pathlib import Path
 from tests.support.namespaces import nodes
-with nodes(2, work=Path(sys.argv[1])) as cluster:
+with nodes(2, work=Path(sys.argv[1]), disk="ext4") as cluster:
     cluster[1].run(["sh", "-c", "setsid sleep 777.5 & "])
+    cluster[0].popen(["sleep", "777.5"])
+    cluster[1].hang_disk()
+    cluster[1].popen(["sh", "-c", f"echo > {cluster.disk}/x", "777.5"])
+    cluster[0].pause()
     print("up", flush=True)
     time.sleep(600)
 """
@@ -105,6 +109,7 @@ def sleeping() -> list[str]:
 
 
 def test_nothing_is_left_of_a_cluster_whose_test_was_killed(tmp_path: Path) -> None:
+    """Nor of a node that was paused, nor of one whose disk hangs."""
     need_namespaces()
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None and owner.stdout.readline() == "up\n" and within_10_s(sleeping)

@@ -31,10 +31,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def test_the_commands_of_the_script_start_a_cluster_and_the_run(cluster: Cluster, tmp_path: Path) -> None:
     own = tmp_path / "environment" / "bin"
     own.mkdir(parents=True)
-    for name in ("ray", "python"):
-        (own / name).symlink_to(Path(sys.executable).with_name(name))
-    (own / "miles-like").write_text(RUN)
-    (own / "miles-like").chmod(0o755)
+    real = {name: f'#!/bin/sh\nexec {Path(sys.executable).with_name(name)} "$@"\n' for name in ("ray", "python")}
+    for name, text in {**real, "miles-like": RUN}.items():
+        (own / name).write_text(text)
+        (own / name).chmod(0o755)
     out, run_dir = tmp_path / "launch.sh", tmp_path / "run"
     given = ["--run-dir", str(run_dir), "--environment", str(own.parent), "--out", str(out), *OPTIONS, *SETTINGS]
     done = CliRunner().invoke(app, ["launch", "ray", str(ROOT / "configs" / "tiny.toml"), *given])

@@ -195,7 +195,8 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(batch: Slurm, tmp_path: P
     assert len(list((tmp_path / "starts").iterdir())) == 1
 
 
-STEPS = 4
+STEPS = 10  # more than a machine does while Slurm looks for the next job
+LIMIT_S = 1200.0  # of each part of a real run, which takes a minute on an idle machine
 RAY_OPTIONS = ("--ray-start", "object-store-memory=80000000", "--ray-start", "num-cpus=2")
 RUN_SETTINGS = (*QUICK, "parallel.dp=2", "parallel.ep=2", "rollout.servers=2", f"train.steps={STEPS}")
 
@@ -209,14 +210,14 @@ def test_a_real_run_that_is_preempted_is_the_run_that_was_not(cluster: Cluster, 
         model = (runs.home / "hf").resolve()
     (tmp_path / "config.toml").write_text(f'extends = "{TINY}"\n[cluster]\nnodes = {NODES}\n')
     settings = [*RUN_SETTINGS, f"model.path={model}", "model.make=false", f"cluster.stage_dir={cluster.disk}/local"]
-    settings += [f"cache_dir={tmp_path}/cache", "checkpoint.grace_s=60.0", "cluster.timeout_s=300.0"]
+    settings += [f"cache_dir={tmp_path}/cache", "checkpoint.grace_s=300.0", "cluster.timeout_s=300.0"]
     words = [word for setting in settings for word in ("--set", setting)]
     job = batch.submit(str(script(tmp_path, Path(sys.executable).parents[1], *RAY_OPTIONS, *words)))
     metrics, latest = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "checkpoints" / "latest"
-    until(lambda: latest.exists() or ended(batch, job), "no checkpoint", 300.0)
+    until(lambda: latest.exists() or ended(batch, job), "no checkpoint", LIMIT_S)
     urgent = batch.submit("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
-    batch.wait(urgent, "COMPLETED", limit_s=120.0)
-    shown = batch.wait(job, "COMPLETED", "FAILED", "CANCELLED", limit_s=300.0)
+    batch.wait(urgent, "COMPLETED", limit_s=LIMIT_S)
+    shown = batch.wait(job, "COMPLETED", "FAILED", "CANCELLED", limit_s=LIMIT_S)
     assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), log(tmp_path)
     assert "is saved, --resume continues" in log(tmp_path), log(tmp_path)
     for name in ("metrics.jsonl", "ledger.jsonl"):

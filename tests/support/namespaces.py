@@ -6,14 +6,26 @@
         process = cluster[2].popen([sys.executable, "-m", "rollout.embedded.server", ...])
         answer = cluster[0].call(drive, cluster.ray_address)  # drive(...) in a new Python process on node 0
 
-Node k is called `node{k}` and has the address 192.168.77.{k+1}. Network, host name, /etc/hosts, process table,
-/dev/shm, /tmp/ray and `cluster.disk`, a file system in memory of `disk_mib`, are separate from those of other nodes.
-All other files are the machine's: a directory below `work` is the cluster's shared disk.
+Node k is called `node{k}` and has the addresses 192.168.77.{k+1} and 192.168.78.{k+1} in two networks (switch.py); the
+hosts files have the first. Network, host name, /etc/hosts, process table, /dev/shm, /tmp/ray and `cluster.disk`, a file
+system of `disk_mib`, are separate from those of other nodes. All other files are the machine's: a directory below
+`work` is the cluster's shared disk.
 
-The nodes' switch is a bridge in a network namespace too, without a link to the machine: a process outside of the nodes
-reaches none of them, so that Ray needs no token there, and two clusters may use the same addresses. All namespaces are
-anonymous and live by the node's first process (node_init.py), which ends when a pipe from this process closes: nothing
-is left behind when the test fails or is killed with SIGKILL.
+What goes wrong with machines goes wrong with these:
+
+    node.unplug(), plug_in()        the network's cables: connections wait, and go on if it was not too long
+    node.narrow(mbit), worsen(delay_s, loss), restore()
+    with cluster.apart([0, 1], [2]):    islands that do not reach each other
+    node.refuse(other)              connections fail at once
+    node.pause(), go_on()           all its processes stand still, as in a machine that swaps
+    node.crash(), boot()            they end, and other nodes do not learn it; the disk keeps what it has
+    node.fill_disk(), empty_disk()  no space is left
+    node.hang_disk(), go_on_disk()  of `disk="ext4"`: what writes waits, not even SIGKILL ends it; what reads goes on
+
+The switch is in a network namespace too, without a link to the machine: a process outside of the nodes reaches none of
+them, so that Ray needs no token there, and two clusters may use the same addresses. All namespaces are anonymous and
+live by the node's first process (node_init.py), which ends when a pipe from this process closes: nothing is left behind
+when the test fails or is killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -24,9 +36,11 @@ import inspect
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -34,6 +48,10 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import pytest
 
 from tests.support.node_init import NodeInit
+from tests.support.switch import NETWORKS, Switch, address_of
+from tests.support.wire import Quality
+
+__all__ = ["Cluster", "Node", "address_of", "need_namespaces", "nodes"]
 
 ROOT = Path(__file__).parents[2]
 NEED = "MILES_LIKE_NEED_NAMESPACES"  # environment variable: without the right to make them, tests fail in place of skip
@@ -41,6 +59,9 @@ NAMESPACES = ("--net", "--uts", "--mount", "--pid")
 RAY_PORT = 6379
 _RAY_S = 300.0  # limit of `ray start`, which takes 4 s on an idle machine
 _RAY_TRIES = 3  # Ray gives a node 30 s to join, which a busy machine may need twice
+_RAY_AT_ONCE = 4  # nodes that start it at the same time
+_SETTLES_S = 20.0
+Disk = Literal["memory", "ext4"]
 Hosts = Literal["good", "hostile", "empty"]  # of /etc/hosts; hostile: the node's name is 127.0.1.1, as Debian writes it
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,10 +70,10 @@ R = TypeVar("R")
 class Node:
     """One machine of a cluster."""
 
-    def __init__(self, index: int, number: int, init: _Init, hosts: Path, environment: dict[str, str]) -> None:
+    def __init__(self, index: int, number: int, init: _Init, switch: Switch, hosts: Path, disk: Path) -> None:
         self.index, self.name, self.address = index, f"node{index}", address_of(index)
-        self.environment = environment  # of the processes that are started from here on
-        self._init, self._hosts, self._number = init, hosts, number
+        self.environment = _environment()  # of the processes that are started from here on
+        self._init, self._switch, self._hosts, self._number, self._disk = init, switch, hosts, number, disk
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a process on the node, from the repository's root by default. It is killed with the returned process,
@@ -98,23 +119,67 @@ class Node:
         """Write the node's /etc/hosts; look-ups read it again each time."""
         self._hosts.write_text(_hosts_file(kind, self.index, self._number))
 
-    def unplug(self) -> None:
-        """Pull the network cable: packets are lost without an error, until `plug_in`."""
-        self._init.switch_port(self.index, "down")
+    def unplug(self, *networks: int) -> None:
+        """Pull the cable of a network, or of all: packets are lost without an error, until `plug_in`."""
+        self._switch.plug(self.index, networks or range(NETWORKS), up=False)
 
-    def plug_in(self) -> None:
-        self._init.switch_port(self.index, "up")
+    def plug_in(self, *networks: int) -> None:
+        self._switch.plug(self.index, networks or range(NETWORKS), up=True)
+
+    def narrow(self, mbit: float | None) -> None:
+        """Megabits a second of each cable and direction; None: no limit."""
+        self._switch.narrow(self.index, mbit)
+
+    def worsen(self, *, delay_s: float = 0.0, loss: float = 0.0, seed: int = 0) -> None:
+        """Each frame of both cables, in each direction, is late or is lost, until `restore`."""
+        self._switch.degrade(self.index, Quality(delay_s=delay_s, loss=loss, seed=seed))
+
+    def restore(self) -> None:
+        self._switch.restore(self.index)
 
     def refuse(self, other: Node, *, refused: bool = True) -> None:
         """Connections and packets from this node to another fail at once; `refused=False` ends that."""
-        self.run(["ip", "route", "add" if refused else "del", "prohibit", other.address])
+        change = "add" if refused else "del"
+        for network in range(NETWORKS):
+            self.run(["ip", "route", change, "prohibit", address_of(other.index, network)])
+
+    def pause(self) -> None:
+        """Stop all processes at once; network and disks stay."""
+        self._init.signal_all("STOP")
+
+    def go_on(self) -> None:
+        self._init.signal_all("CONT")
+
+    def crash(self) -> None:
+        """End all processes with the cables pulled, so that no other node is sent the end of a connection."""
+        self.unplug()
+        self._init.signal_all("KILL")
+
+    def boot(self) -> None:
+        """After a crash: what is in memory is gone, what is on the disk is there; no process runs."""
+        self.run(["sh", "-c", "rm -rf /dev/shm/* /tmp/ray/*"])
+        self.plug_in()
+
+    def fill_disk(self) -> None:
+        """Until not a byte fits on it, with a file that `empty_disk` removes."""
+        self.run([sys.executable, "-S", "-c", _FILL, str(self._disk / _FULL)])
+
+    def empty_disk(self) -> None:
+        self.run(["rm", str(self._disk / _FULL)])
+
+    def hang_disk(self) -> None:
+        """Only of `disk="ext4"`."""
+        self.run(["fsfreeze", "--freeze", str(self._disk)])
+
+    def go_on_disk(self) -> None:
+        self.run(["fsfreeze", "--unfreeze", str(self._disk)])
 
 
 class Cluster(Sequence[Node]):
     """The nodes. disk: the directory that is a separate file system on each of them."""
 
-    def __init__(self, members: Sequence[Node], disk: Path) -> None:
-        self._members, self.disk = tuple(members), disk
+    def __init__(self, members: Sequence[Node], switch: Switch, disk: Path) -> None:
+        self._members, self._switch, self.disk = tuple(members), switch, disk
         self.ray_address = f"{address_of(0)}:{RAY_PORT}"
 
     def __len__(self) -> int:
@@ -123,11 +188,25 @@ class Cluster(Sequence[Node]):
     def __getitem__(self, index: Any) -> Any:
         return self._members[index]
 
-    def start_ray(self, *, cpus: int = 2, gpus: int | Sequence[int] = 0, on: Sequence[int] | None = None) -> str:
+    @contextlib.contextmanager
+    def apart(self, *islands: Sequence[int]) -> Iterator[None]:
+        """A partition: while the context lasts packets between nodes of different islands vanish. Nodes that are in
+        none are one more island."""
+        self._switch.part(islands)
+        try:
+            yield
+        finally:
+            self._switch.part([])
+
+    def start_ray(
+        self, *, cpus: int = 2, gpus: int | Sequence[int] = 0, on: Sequence[int] | None = None, network: int = 0
+    ) -> str:
         """Start Ray on all nodes or on those of `on`, node 0 being the head; return its address, which processes on
-        the nodes have as RAY_ADDRESS too. gpus: pretended GPUs, of each node or one number per node."""
+        the nodes have as RAY_ADDRESS too. gpus: pretended GPUs, of each node or one number per node. network: whose
+        addresses Ray has."""
         chosen = range(len(self)) if on is None else on
         number = [gpus] * len(self) if isinstance(gpus, int) else gpus
+        self.ray_address = f"{address_of(0, network)}:{RAY_PORT}"
 
         ray = str(Path(sys.executable).with_name("ray"))
 
@@ -137,11 +216,12 @@ class Cluster(Sequence[Node]):
             where = where if k == 0 else [f"--address={self.ray_address}"]
             size = [f"--num-cpus={cpus}", f"--num-gpus={number[k]}", "--object-store-memory=80000000"]
             less = ["--disable-usage-stats", "--include-log-monitor=false"]  # a process that prints workers' lines
-            command = [ray, "start", *less, *where, *size, f"--node-ip-address={node.address}"]
+            command = [ray, "start", *less, *where, *size, f"--node-ip-address={address_of(k, network)}"]
             return node.popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-        for batch in ([k for k in chosen if k == 0], [k for k in chosen if k]):
-            left = batch
+        others = [k for k in chosen if k]
+        batches = [others[i : i + _RAY_AT_ONCE] for i in range(0, len(others), _RAY_AT_ONCE)]
+        for left in ([k for k in chosen if k == 0], *batches):
             for _ in range(_RAY_TRIES):
                 outputs = {
                     k: (process, process.communicate(timeout=_RAY_S)[0]) for k, process in [(k, start(k)) for k in left]
@@ -165,41 +245,37 @@ def nodes(
     hosts: Hosts | Sequence[Hosts] = "good",
     disk_mib: int | Sequence[int] = 64,
     shm_mib: int | Sequence[int] = 512,
+    disk: Disk = "memory",
 ) -> Iterator[Cluster]:
-    """A cluster. work: a directory of this test, for the nodes' hosts files; lists have one entry per node."""
+    """A cluster. work: a directory of this test, for the nodes' hosts files and the images of ext4 disks; lists have
+    one entry per node."""
     need_namespaces()
     work = work / "namespaces"
     work.mkdir()
-    (disk := work / "disk").mkdir()
+    (own := work / "disk").mkdir()
     (work / "resolv.conf").write_text("")
     kinds, disks, shared = (_each(value, number) for value in (hosts, disk_mib, shm_mib))
     with contextlib.ExitStack() as stack:
-        switch = stack.enter_context(_Init({"name": "switch", "binds": {}, "tmpfs": {}}, work))
-        _ip(switch, "link add switch type bridge", "link set switch up")
+        none: NodeInit = {"name": "switch", "binds": {}, "tmpfs": {}, "ext4": {}}
+        switch = Switch(stack.enter_context(_Init(none, work)).pid)
+        stack.callback(switch.end)
         members = []
         for k in range(number):
             (file := work / f"hosts{k}").write_text(_hosts_file(kinds[k], k, number))
-            binds = {"/etc/hosts": str(file), "/etc/resolv.conf": str(work / "resolv.conf")}
             spec: NodeInit = {
                 "name": f"node{k}",
-                "binds": binds,
-                "tmpfs": {str(disk): disks[k], "/dev/shm": shared[k], "/tmp/ray": None},
+                "binds": {"/etc/hosts": str(file), "/etc/resolv.conf": str(work / "resolv.conf")},
+                "tmpfs": {"/dev/shm": shared[k], "/tmp/ray": None},
+                "ext4": {},
             }
-            init = stack.enter_context(_Init(spec, work, switch))
-            _ip(
-                switch,
-                f"link add port{k} type veth peer name eth0 netns {init.pid}",
-                f"link set port{k} master switch up",
-            )
-            _ip(init, f"addr add {address_of(k)}/24 dev eth0", "link set eth0 up")
-            members.append(Node(k, number, init, file, _environment()))
-        yield Cluster(members, disk)
-
-
-def address_of(index: int) -> str:
-    """Above 127.0.0.0: the one of two gloo processes with the lower address waits for the other to connect, so that a
-    node which takes itself for 127.0.1.1 is not reached. Below, only two such nodes fail."""
-    return f"192.168.77.{index + 1}"
+            if disk == "ext4":
+                spec["ext4"][str(own)] = str(_ext4(work / f"disk{k}.img", disks[k]))
+            else:
+                spec["tmpfs"][str(own)] = disks[k]
+            init = stack.enter_context(_Init(spec, work))
+            switch.connect(k, init.pid)
+            members.append(Node(k, number, init, switch, file, own))
+        yield Cluster(members, switch, own)
 
 
 @functools.cache
@@ -224,8 +300,9 @@ def need_namespaces() -> None:
 class _Init:
     """The first process of a node, and so the node. As a context manager it ends the node on exit."""
 
-    def __init__(self, spec: NodeInit, work: Path, switch: _Init | None = None) -> None:
-        self.work, self._switch = work, switch
+    def __init__(self, spec: NodeInit, work: Path) -> None:
+        self.work = work
+        self._started: list[subprocess.Popen[Any]] = []
         program = [sys.executable, "-S", "-E", str(Path(__file__).with_name("node_init.py")), json.dumps(spec)]
         self._process = subprocess.Popen(
             ["unshare", *NAMESPACES, "--fork", "--kill-child", *program],
@@ -243,11 +320,31 @@ class _Init:
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         # nsenter forks, for only a child is in the PID namespace; the child must not outlive it
         enter = ["nsenter", f"--target={self.pid}", *NAMESPACES, f"--wd={options.pop('cwd')}"]
-        return subprocess.Popen([*enter, "setpriv", "--pdeathsig=KILL", *command], **options)
+        # Where its child is stopped nsenter stops itself. In a process group of its own it ends with this process then
+        # too: the kernel sends SIGHUP to a stopped group that nothing is left to continue.
+        process = subprocess.Popen([*enter, "setpriv", "--pdeathsig=KILL", *command], process_group=0, **options)
+        self._started = [*self._running(), process]
+        return process
 
-    def switch_port(self, index: int, state: str) -> None:
-        assert self._switch is not None
-        _ip(self._switch, f"link set port{index} {state}")
+    def signal_all(self, name: Literal["STOP", "CONT", "KILL"]) -> None:
+        """Send a signal to all processes of the node but the first, at once; return when it has acted on those that
+        were started from here."""
+        self._signal(name)
+        until = time.monotonic() + _SETTLES_S
+        while any(_stopped(p.pid) == (name != "STOP") for p in self._running()):
+            assert time.monotonic() < until, f"SIG{name} has not acted after {_SETTLES_S:g} s"
+            if name != "STOP":
+                for process in self._running():
+                    process.send_signal(signal.SIGCONT)
+            time.sleep(0.01)
+
+    def _signal(self, name: str) -> None:
+        enter = ["nsenter", f"--target={self.pid}", "--pid", "sh", "-c", f"kill -s {name} -- -1"]
+        done = subprocess.run(enter, capture_output=True, text=True, check=False, timeout=_SETTLES_S)
+        assert not done.returncode or "No such process" in done.stderr, done.stderr  # none runs there
+
+    def _running(self) -> list[subprocess.Popen[Any]]:
+        return [process for process in self._started if process.poll() is None]
 
     def end(self) -> None:
         assert self._process.stdin is not None
@@ -257,6 +354,9 @@ class _Init:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        for process in self._running():
+            if _stopped(process.pid):
+                process.kill()
 
     def __enter__(self) -> _Init:
         return self
@@ -265,10 +365,18 @@ class _Init:
         self.end()
 
 
-def _ip(init: _Init, *commands: str) -> None:
-    enter = ["nsenter", f"--target={init.pid}", "--net", "ip", "-batch", "-"]
-    done = subprocess.run(enter, input="\n".join(commands), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"ip {commands}: {done.stderr}"
+def _stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def _ext4(image: Path, mib: int) -> Path:
+    with image.open("wb") as f:
+        f.truncate(mib << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", "-m", "0", str(image)], check=True)
+    return image
 
 
 def _hosts_file(kind: Hosts, index: int, number: int) -> str:
@@ -306,4 +414,16 @@ except BaseException as e:
     out = pickle.dumps((True, e))
 with open(answer, "wb") as f:
     f.write(out)
+"""
+
+_FULL = "full"
+_FILL = """
+import os, sys
+with open(sys.argv[1], "wb", buffering=0) as f:
+    size = 1 << 24
+    while size:
+        try:
+            f.write(bytes(size))
+        except OSError:
+            size //= 2
 """

@@ -7,6 +7,8 @@ python node_init.py SPEC, in new network, UTS, mount and PID namespaces; SPEC is
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -16,6 +18,8 @@ import sys
 from pathlib import Path
 from typing import TypedDict
 
+_FITHAW = 0xC0045878  # linux/fs.h
+
 
 class NodeInit(TypedDict):
     """What a node gets."""
@@ -23,6 +27,7 @@ class NodeInit(TypedDict):
     name: str  # host name
     binds: dict[str, str]  # file of the node -> the file that takes its place
     tmpfs: dict[str, int | None]  # directory of the node -> MiB of a file system in memory; None: the kernel's default
+    ext4: dict[str, str]  # directory of the node -> the file with its file system
 
 
 def main(spec: NodeInit) -> None:
@@ -34,10 +39,22 @@ def main(spec: NodeInit) -> None:
     for directory, mib in spec["tmpfs"].items():
         Path(directory).mkdir(parents=True, exist_ok=True)
         _mount("-t", "tmpfs", *([] if mib is None else ["-o", f"size={mib}m"]), "tmpfs", directory)
+    for directory, image in spec["ext4"].items():
+        _mount("-t", "ext4", "-o", "loop", image, directory)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans are reaped by the kernel
     print(pid, flush=True)
     sys.stdin.buffer.read()
+    for directory in spec["ext4"]:
+        _thaw(directory)
+
+
+def _thaw(directory: str) -> None:
+    """Of a file system that hangs, the processes that write would outlive their node, and so would it."""
+    there = os.open(directory, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # it does not hang
+        fcntl.ioctl(there, _FITHAW, 0)
+    os.close(there)
 
 
 def _mount(*arguments: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from miles_like.config.load import load_config
-from miles_like.pipeline import stages
+from miles_like.pipeline import rollout_checkpoint
 from miles_like.storage.completion import Output, file_fact, files_under
 from tests.support.tiny_models import random_tensors, tiny_qwen, write_checkpoint
 
@@ -20,12 +20,12 @@ def test_a_second_start_encodes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     fetched = Output(root, {p.name: file_fact(p) for p in files_under(root)})
     config, out = load_config(TINY), tmp_path / "stage" / "served"
     out.parent.mkdir()
-    first = stages._served(config, fetched, out)
+    first = rollout_checkpoint.served_output(config, fetched, out)
     assert first.root == out and set(first.files) == {p.name for p in files_under(out)}
     sums, encoded = {n: f["sha256"] for n, f in first.files.items()}, list[Path]()
-    store = stages.store_served
-    monkeypatch.setattr(stages, "store_served", lambda *given: (encoded.append(given[1]), store(*given)))
-    assert stages._served(config, fetched, out) == first and not encoded
+    store = rollout_checkpoint.store_served
+    monkeypatch.setattr(rollout_checkpoint, "store_served", lambda *given: (encoded.append(given[1]), store(*given)))
+    assert rollout_checkpoint.served_output(config, fetched, out) == first and not encoded
     (out / "config.json").write_text("{}")  # of another size
-    again = stages._served(config, fetched, out)
+    again = rollout_checkpoint.served_output(config, fetched, out)
     assert encoded == [out] and {n: f["sha256"] for n, f in again.files.items()} == sums

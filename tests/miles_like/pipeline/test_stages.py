@@ -44,10 +44,12 @@ class Cluster:
     def __init__(self) -> None:
         self.ran: list[str] = []
         self.break_convert = False
+        self.lost: list[str] = []  # files of the converted directory that other nodes held
 
     def parts(self) -> StageFunctions:
         def convert(source: Path, out: Path) -> None:
             self.ran.append("convert")
+            self.lost.clear()
             time.sleep(0.2)  # long enough for another command to come by
             out.mkdir(parents=True)
             (out / "half").write_text("half")
@@ -67,6 +69,7 @@ class Cluster:
             on_nodes=lambda works: [work() for work in works],
             train=train,
             sizes=Sizes(fetched=1, bf16=1, served=1, nodes=(NodeNeed(served=1, shards=1),)),
+            lost=lambda root: tuple(self.lost),
         )
 
 
@@ -98,6 +101,18 @@ def test_what_is_whole_is_skipped_and_what_was_broken_off_is_redone(config: RunC
     assert "(incomplete)" in printed and printed.count("complete, skipped") == 2
     assert cluster.ran == ["convert", "convert", "train"]
     assert go(cluster, config, tmp_path / "runs" / "a").count("complete, skipped") == 5
+
+
+def test_a_conversion_whose_files_were_on_a_lost_node_is_redone(config: RunConfig, tmp_path: Path) -> None:
+    """Where a stage that needs it runs; otherwise nothing is asked of the nodes."""
+    cluster = Cluster()
+    go(cluster, config, tmp_path / "runs" / "a")
+    cluster.lost.append("whole")
+    go(cluster, config, tmp_path / "runs" / "a")
+    assert cluster.ran == ["convert", "train"]
+    printed = go(cluster, config, tmp_path / "runs" / "b")
+    assert cluster.ran == ["convert", "train", "convert", "train"]
+    assert "1 file of it, such as whole, on no node any more" in printed
 
 
 def test_a_directory_of_other_things_is_never_emptied(config: RunConfig, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from miles_like.cli import app
 from miles_like.nodes import joined
 from miles_like.nodes.members import Node
+from miles_like.nodes.session import NoClusterError
 from tests.support.cli_runner import CliRunner, Result
 from tests.support.debian import need_programs
 from tests.support.launched import V3
@@ -102,3 +104,23 @@ def test_nodes_that_did_not_join_are_counted(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(joined, "living_nodes", lambda: there)
     assert joined.wait_until_joined(1, 5.0) is None
     assert joined.wait_until_joined(2, 0.0) == "1 of 2 nodes are in the Ray cluster after 0 s: head (10.0.0.1)"
+
+
+def test_a_head_that_does_not_answer_yet_is_asked_again_and_one_that_refuses_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: list[Exception | None] = [NoClusterError("not yet"), NoClusterError("not yet"), None, ValueError("token")]
+
+    def start(address: str) -> None:
+        if (error := answers.pop(0)) is not None:
+            raise error
+
+    monkeypatch.setattr(joined, "start_ray", start)
+    monkeypatch.setattr(joined, "_LOOK_EVERY_S", 0.0)
+    joined.join("head:6379", time.monotonic() + 60.0)
+    assert len(answers) == 1
+    with pytest.raises(ValueError, match="token"):
+        joined.join("head:6379", time.monotonic() + 60.0)
+    answers.append(NoClusterError("late"))
+    with pytest.raises(NoClusterError, match="late"):
+        joined.join("head:6379", time.monotonic())
