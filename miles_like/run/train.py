@@ -354,6 +354,7 @@ class TrainingRun:
             ),
             speed=speed_meter(self.plan),
             samples=self.plan.run_dir / "rollouts",
+            fence=self.plan.fence,
             curriculum=self.prompts.source,
             episodes=c.rollout.has_episode_runner,
             turns=None if self._taking is None else self._taking.turns,
