@@ -31,7 +31,7 @@ _WAITS = ("torch/distributed/distributed_c10d.py", "megatron_bridge/device/signa
 _BACKWARD = "_engine_run_backward"  # runs in C++ threads of a GPU
 _LIBRARIES = re.compile(r"/(lib/python3[^/]*|site-packages|dist-packages)/")
 _FRAMES = (
-    re.compile(r"^    (?P<function>\S.*) \((?P<file>.+):(?P<line>\d+)\)$"),  # of py-spy
+    re.compile(r"^    (?P<function>\S.*?) \((?P<file>.+):(?P<line>\d+)\)$"),  # of py-spy
     re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$'),  # of faulthandler
 )
 _THREAD = re.compile(r"^(Current thread|Thread) ")
