@@ -40,7 +40,7 @@ from miles_like.preflight.checks import check_over_sampling
 from miles_like.protocols import Algorithm, GroupFilter, RolloutEngine, TrainerRanks
 from miles_like.report.health import repeated
 from miles_like.report.progress import PhaseBar
-from miles_like.rewards.load import Rewards
+from miles_like.rewards.load import OUTAGE_S, Rewards
 from miles_like.run.alignment import check_bits, server_checks
 from miles_like.run.setup.delivery import DirectoryDelivery, TrainerPublication, publication_of
 from miles_like.run.setup.launcher import Launcher, freeze_gc
@@ -77,7 +77,7 @@ def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
     """Reads the training prompts and held-out sets and makes the rewards. Raises ValueError naming file and row, or the
     reward."""
     c = plan.config
-    rewards = Rewards(c.reward)
+    rewards = Rewards(c.reward, outage_s=OUTAGE_S)
     check_over_sampling(c, rewards(None))
     source = PromptSource(c.data, plan.tokenizer, seed=c.seed, compared_by=rewards(None).compares)
     held = held_out(c.eval_sets, c.data, plan.tokenizer, rewards)
