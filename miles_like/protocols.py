@@ -37,6 +37,16 @@ from miles_like.types import (
 from routing_replay.align import ShardSpec
 
 
+class Fencing(Protocol):
+    """The epoch of a run directory that a process of the run holds (miles_like.storage.fencing)."""
+
+    epoch: int
+
+    def check(self) -> None:
+        """Call before a write into the directory, and before a request that changes servers. Raises RuntimeError where
+        a later start of the run has taken the place of this process."""
+
+
 class RolloutEngine(Protocol):
     """One or several inference servers.
 

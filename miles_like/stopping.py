@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 
 import psutil
 
+from miles_like.variables import command_began as supervisor_began
+
 T = TypeVar("T")
 _running: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = {}  # by the thread of `run_to_end`
 STATUS = 128 + signal.SIGTERM
@@ -132,8 +134,10 @@ def call_begins() -> None:
 
 
 def command_began() -> float:
-    """Start of the run that Python code began last, or else of this process, in seconds as `time.time` counts."""
-    return float(psutil.Process().create_time()) if _call_began is None else _call_began
+    """Start of the run that Python code began last, or else of this process or its supervisor, in seconds as
+    `time.time` counts."""
+    began = supervisor_began() if _call_began is None else _call_began
+    return float(psutil.Process().create_time()) if began is None else began
 
 
 def end_in_order() -> None:

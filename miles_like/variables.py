@@ -50,6 +50,7 @@ _WORLD = (
     "MASTER_PORT",
 )
 _OWN_PREFIXES = ("RAY_", "MILES_LIKE_", "TORCHELASTIC_")
+COMMAND_BEGAN = "MILES_LIKE_COMMAND_BEGAN"  # `miles-like train --supervise` sets it for its drivers
 _SETTABLE = ("MILES_LIKE_TRITON",)  # quant.kernels.choice reads it in each process
 
 
@@ -128,6 +129,15 @@ def environment_of(python: str, environment: Mapping[str, str]) -> dict[str, str
     find this process's packages, and with its folder first in PATH, where its compilers look for `ninja`."""
     kept = {name: value for name, value in environment.items() if name not in INTERPRETER}
     return kept | {"PATH": os.pathsep.join([str(Path(python).parent), kept.get("PATH", os.defpath)])}
+
+
+def command_began() -> float | None:
+    """When the command began whose supervisor has started this process, in seconds as `time.time` counts; None: it has
+    no supervisor."""
+    try:
+        return float(os.environ[COMMAND_BEGAN])
+    except (KeyError, ValueError):
+        return None
 
 
 def ray_address(given: str | None) -> str | None:

@@ -135,6 +135,8 @@ class RolloutConfig(Section):
     # processes that sample, score and hold the samples' tokens, log-probs and routes until ranks train them; 0: the
     # driver does. None: 0 on one node and for a reward that Python code passes, else one for each node with servers
     workers: int | None = Field(None, ge=0)
+    # seconds without a sign of life after which such a process is replaced, and its samples are sampled again
+    worker_timeout_s: float = Field(600.0, gt=0)
     # bytes of such values held by all workers, from which no further prompts are admitted before a step is trained
     # (not with buffer.lockstep, which holds a fixed number of steps)
     held_bytes: int = Field(256 << 30, ge=1)

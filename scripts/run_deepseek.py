@@ -23,6 +23,7 @@ from miles_like.commands.options import (
     RunDirOption,
     SetOption,
     ShowConfigOption,
+    SuperviseOption,
 )
 from miles_like.commands.train import train
 from miles_like.pipeline.stage_names import STAGES
@@ -44,6 +45,7 @@ def main(
     ray_address: RayOption = None,
     cache_dir: CacheOption = None,
     force: ForceOption = False,
+    supervise: SuperviseOption = False,
 ) -> None:
     """Run the five stages of one configuration."""
     train(
@@ -60,6 +62,7 @@ def main(
         ray_address=ray_address,
         cache_dir=cache_dir,
         force=force,
+        supervise=supervise,
     )
 
 

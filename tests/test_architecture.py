@@ -131,7 +131,7 @@ RULES = {
     "miles_like.datasets": f"{CONTRACTS} rollout.prompts miles_like.config miles_like.rewards miles_like.storage",
     "miles_like.datasets.sampled": "miles_like.algorithms miles_like.datasets",
     # miles_like: the loop and the processes
-    "miles_like.stopping": "",
+    "miles_like.stopping": "miles_like.variables",
     "miles_like.experience": f"{CONTRACTS} rollout.concurrency rollout.seeds rollout.sglang rollout.wire"
     " miles_like.algorithms miles_like.batch",
     "miles_like.loop": f"{CONTRACTS} rollout.concurrency rollout.episodes rollout.prompts rollout.seeds"

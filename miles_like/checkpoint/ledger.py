@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from miles_like.checkpoint.ledger_audit import audit
+from miles_like.protocols import Fencing
 from miles_like.storage.appended_file import AppendedFile
 from miles_like.types import Json, SampleGroup
 
@@ -41,11 +42,11 @@ class _Closed(NamedTuple):
 
 
 class Ledger:
-    """For use from one event loop. `path`: the file to append to; None: no file."""
+    """For use from one event loop. `path`: the file to append to; None: no file. fence: as in `AppendedFile`."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, fence: Fencing | None = None) -> None:
         self._path = path
-        self.file = None if path is None else AppendedFile(path)
+        self.file = None if path is None else AppendedFile(path, fence)
         self._next = 0  # group id
         self._open: dict[int, _Issued] = {}
         self._in_flight = 0  # samples

@@ -34,6 +34,7 @@ from miles_like.storage.checkpoint_files import (
     write_text,
 )
 from miles_like.storage.completion import file_sha256
+from miles_like.storage.fencing import later_start
 from miles_like.types import Json, SampleGroup
 
 STATE_FILE = "run_state.json"
@@ -54,6 +55,7 @@ class RunState:
     tokens_total: int  # response tokens trained
     parts: Mapping[str, Json] = field(default_factory=dict)  # name of a component of the loop -> its state
     groups: Mapping[str, SampleGroup] = field(default_factory=dict)  # key -> samples that are not trained yet
+    epoch: int | None = None  # of the run directory, in which it was written; None: it had none
 
     def __post_init__(self) -> None:
         for name in ("step", "weight_version", "tokens_total"):
@@ -115,6 +117,7 @@ def save(checkpoints: Path, state: RunState, *, keep: int, every: int | None = N
         "tokens_total": state.tokens_total,
         "parts": dict(state.parts),
         "files": file_facts(folder, but=STATE_FILE),
+        **({} if state.epoch is None else {"epoch": state.epoch}),
     }
     write_text(folder / STATE_FILE, json.dumps({**content, "sum": json_sha256(content)}) + "\n")
     _point(checkpoints, folder)
@@ -129,13 +132,15 @@ def save(checkpoints: Path, state: RunState, *, keep: int, every: int | None = N
 def load_latest(checkpoints: Path, *, groups: bool = True) -> tuple[Path, RunState] | None:
     """The folder that `latest` names and its state; None without any checkpoint. groups: as of `load`.
 
-    Raises ValueError naming a damaged file and the newest complete checkpoint before it.
+    Raises ValueError naming a damaged file and the newest complete checkpoint before it, also for one that a process
+    has written which a later start had replaced.
     """
     folder = latest_folder(checkpoints)
     if folder is None:
         return None
     with suggesting_earlier_checkpoint(folder):
         state = load(folder, groups=groups)
+        _check_epoch(checkpoints.parent, state)
     return folder, state
 
 
@@ -150,8 +155,19 @@ def go_back(checkpoints: Path, step: int) -> None:
     checkpoint, and as `load_latest` does, before anything is changed."""
     check_kept(checkpoints, step)
     with suggesting_earlier_checkpoint(step_folder(checkpoints, step)):
-        load(step_folder(checkpoints, step))
+        state = load(step_folder(checkpoints, step))
+        _check_epoch(checkpoints.parent, state)
     _point(checkpoints, step_folder(checkpoints, step))
+
+
+def _check_epoch(run_dir: Path, state: RunState) -> None:
+    """Raises DamagedError for a checkpoint of an epoch of the run after which another one began before its step."""
+    later = None if state.epoch is None else later_start(run_dir, state.epoch, state.step)
+    if later is not None:
+        raise DamagedError(
+            f"checkpoint step_{state.step} is of epoch {state.epoch}, but epoch {later[0]} of the run began from step "
+            f"{later[1]}: a process that was stopped or cut off has written it, or the run went back before it"
+        )
 
 
 def check_kept(checkpoints: Path, step: int) -> None:
@@ -174,6 +190,7 @@ def load(folder: Path, *, groups: bool = True) -> RunState:
             tokens_total=found["tokens_total"],
             parts=found["parts"],
             groups=_groups(folder, found["parts"]) if groups else {},
+            epoch=found.get("epoch"),
         )
     except ValueError as e:
         raise DamagedError(f"checkpoint {folder.name} is damaged: {e}") from e

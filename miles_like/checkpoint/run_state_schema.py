@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypedDict, cast
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, cast
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, RootModel, StrictInt, ValidationError
 
@@ -49,6 +49,7 @@ class RunStateFile(_Strict):
     tokens_total: Count
     parts: dict[Name, Any]
     files: dict[Name, FileEntry]
+    epoch: Annotated[StrictInt, Field(ge=1, lt=1 << 63)] | None = None
 
 
 class RolloutStatsState(_Strict):
@@ -160,6 +161,7 @@ class RunStateKeys(TypedDict):
     tokens_total: int
     parts: dict[str, Json]
     files: dict[str, SavedFile]
+    epoch: NotRequired[int]
 
 
 def check_state(found: object) -> RunStateKeys:

@@ -13,7 +13,7 @@ from miles_like.checkpoint import run_state
 from miles_like.checkpoint.best import KeptBest
 from miles_like.checkpoint.random_state import RANDOM, random_state
 from miles_like.checkpoint.run_state import RunState
-from miles_like.protocols import Trainer
+from miles_like.protocols import Fencing, Trainer
 from miles_like.storage.appended_file import AppendedFile, positions
 from miles_like.types import Json, SampleGroup
 
@@ -46,6 +46,7 @@ class RunCheckpoints:
     asynchronous: bool
     console: Console
     saved: int | None = None  # step of the last complete checkpoint
+    fence: Fencing | None = None  # of the run directory, checked before each write
     _saving: RunState | None = field(default=None, init=False)  # of a checkpoint that is not complete yet
     _models_of: int | None = field(default=None, init=False)  # step whose models `save_models` has saved last
     _models_s: float = field(default=0.0, init=False)  # seconds that it took
@@ -54,6 +55,7 @@ class RunCheckpoints:
     async def save_models(self, step: int) -> None:
         """Starts the shards of all models for the checkpoint after `step` steps, which `begin` then completes. An
         earlier checkpoint must be finished."""
+        self._check_fence()
         began = time.perf_counter()
         folder = run_state.empty_folder(self.directory, step)
         for name, model in self.models.items():
@@ -65,6 +67,7 @@ class RunCheckpoints:
         earlier one must be finished."""
         if self._models_of != step:
             await self.save_models(step)
+        self._check_fence()
         self._since = time.perf_counter() - self._models_s
         best = self.best.decide(step)
         if best is not None:
@@ -84,6 +87,7 @@ class RunCheckpoints:
             tokens_total=snapshot.tokens_total,
             parts={**own, **snapshot.parts},
             groups=snapshot.groups,
+            epoch=None if self.fence is None else self.fence.epoch,
         )
 
     async def finish(self, *, wait: bool) -> float | None:
@@ -91,6 +95,11 @@ class RunCheckpoints:
         for the ranks. Returns the seconds that the checkpoint took, or None where none was completed."""
         if self._saving is None or not all([await m.finish_save(wait=wait) for m in self.models.values()]):
             return None
+        self._check_fence()
         run_state.save(self.directory, self._saving, keep=self.keep, every=self.keep_every, best=self.best.step)
         self.saved, self._saving = self._saving.step, None
         return time.perf_counter() - self._since
+
+    def _check_fence(self) -> None:
+        if self.fence is not None:
+            self.fence.check()

@@ -24,6 +24,7 @@ from miles_like.cluster.placement import Slot
 from miles_like.cluster.rank import Place, PublisherFactory, Rank, TrainerFactory
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.nodes.members import cluster_gist
+from miles_like.nodes.stacks import root_of, write_report
 from miles_like.nodes.waits import error_message, first_cause, ignore_exception, root_cause, timed_out, write_stacks
 from miles_like.nodes.work import DEFAULT_TIMEOUT_S
 from miles_like.records import AnyBatch, PlannedBatch
@@ -293,15 +294,20 @@ class RayTrainer:
         return time.monotonic(), self._deadlines.limit(method)
 
     def _timeout_message(self, method: str, late: list[int], limit: float) -> str:
-        """Make all ranks write their stacks; return the message that names the late ones."""
-        states = write_stacks(self._node_ids, self._pids, self._logs)
-        stopped = [i for i, state in states.items() if state in "Tt"]
-        which = f"; {format_ranks(stopped)} had been stopped by a signal" if stopped else ""
-        stacks = f"the stacks of all ranks are at the end of {self._logs[0].parent}/{self._role}_rank*.log"
-        if not states:
-            stacks = f"the stacks could not be written; see {self._logs[0].parent}"
+        """Keep the stacks of all ranks and of this process; return the message that names the late ranks, and the one
+        that the others wait for."""
+        late_ranks = f"{self._role} {format_ranks(late)} of {len(self._ranks)}"
+        what = f"{method}: {late_ranks} did not answer within {limit:g} s"
+        found = write_stacks(self._node_ids, self._pids, self._logs)
+        root, logs = root_of(found), self._logs[0].parent
+        named = {f"{self._role} rank {i}": found[i] for i in sorted(found)}
+        report = write_report(logs.parent / "stacks", f"{self._role}_{method}", f"{what}\nroot: {root}", named)
+        stacks = f"the stacks could not be written; see {logs}"
+        if found:
+            of_driver = "" if report is None else f", and with the driver's in {report}"
+            stacks = f"the stacks of all ranks are at the end of {logs}/{self._role}_rank*.log{of_driver}"
         self._stuck = (
-            f"{method}: {self._role} {format_ranks(late)} of {len(self._ranks)} did not answer within {limit:g} s"
-            f"{which}: {stacks}; {cluster_gist()}; raise cluster.timeout_s if the work was only slow, and run again"
+            f"{what}{root and '; '}{root}: {stacks}; {cluster_gist()}; raise cluster.timeout_s if the work was only "
+            "slow, and run again"
         )
         return self._stuck

@@ -47,6 +47,14 @@ FromStepOption = Annotated[
         help="continue from the checkpoint of step N",
     ),
 ]
+SuperviseOption = Annotated[
+    bool,
+    typer.Option(
+        "--supervise",
+        rich_help_panel=_AGAIN,
+        help="start the driver again, and continue the run, where it is killed",
+    ),
+]
 FreshOption = Annotated[
     bool,
     typer.Option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,9 +20,13 @@ from miles_like.commands.options import (
     RunDirOption,
     SetOption,
     ShowConfigOption,
+    SuperviseOption,
 )
 from miles_like.commands.output import console, echo
 from miles_like.pipeline.stage_names import STAGES
+
+if TYPE_CHECKING:
+    from miles_like.config.sections.loop import CheckpointConfig
 
 
 def train(
@@ -38,13 +42,17 @@ def train(
     ray_address: RayOption = None,
     cache_dir: CacheOption = None,
     force: ForceOption = False,
+    supervise: SuperviseOption = False,
     stages: Annotated[str, typer.Option("--stages", hidden=True)] = ",".join(STAGES),  # of scripts/run_deepseek.py
 ) -> None:
     """Train a model: fetch, dequantize, convert and stage the checkpoint, then train."""
     with one_sentence(run_dir / "logs"):
         from miles_like.config.load import load_config
 
-        load_config(config, overrides)  # a mistyped key is answered before the libraries of training are imported
+        # a mistyped key is answered before the libraries of training are imported
+        settings = load_config(config, overrides).checkpoint
+        if supervise and not dry_run:
+            raise typer.Exit(_supervised(run_dir, settings))
         from miles_like.run.pipeline import PipelineOptions, run_pipeline
 
         options = PipelineOptions(
@@ -61,6 +69,18 @@ def train(
             force=force,
         )
         run_pipeline(config, run_dir, options, console())
+
+
+def _supervised(run_dir: Path, settings: CheckpointConfig) -> int:
+    """Runs this command's words without `--supervise` in a process that is started again; the status."""
+    from miles_like.run.supervise import Restarts, Supervisor, command_line
+
+    limits = Restarts(most=settings.restarts, window_s=settings.restart_window_s, wait_s=settings.restart_wait_s)
+
+    def say(text: str) -> None:
+        typer.echo(f"supervise: {text}", err=True)
+
+    return Supervisor(words=command_line(), run_dir=run_dir, restarts=limits, say=say).run()
 
 
 # what `demo --device cuda` sets: one trainer rank and the embedded engine take turns on one GPU, without

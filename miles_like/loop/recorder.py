@@ -16,7 +16,7 @@ from miles_like.checkpoint.ledger import Ledger
 from miles_like.loop.buffer import Taken
 from miles_like.loop.rollout_stats import Rewards, total
 from miles_like.loop.step_bounds import StepBounds
-from miles_like.protocols import MetricSink
+from miles_like.protocols import Fencing, MetricSink
 from miles_like.report.metrics import rollout_metrics, turn_metrics, write_rollouts
 from miles_like.report.progress import PhaseBar
 from miles_like.report.speed import SpeedMeter
@@ -103,6 +103,7 @@ class Recorder:
     bounds: StepBounds = field(default_factory=StepBounds)
     speed: SpeedMeter = field(default_factory=SpeedMeter)
     samples: Path | None = None  # directory; None: samples are not written
+    fence: Fencing | None = None  # of the run directory
     curriculum: Curriculum | None = None
     episodes: bool = False  # whether samples have turns
     greedy: bool = False  # whether the first sample of a group is greedy, which is not trained on
@@ -136,8 +137,11 @@ class Recorder:
 
     def check(self, record: StepRecord) -> None:
         """Writes the samples of a trained step, then checks its metrics against the run's bounds. The samples are
-        written first, because they show why a run stops. Raises RuntimeError as `StepBounds.check`."""
+        written first, because they show why a run stops. Raises RuntimeError as `StepBounds.check`, and as
+        `Fencing.check` before anything is written."""
         done = record.step + 1
+        if self.fence is not None:
+            self.fence.check()
         if self.samples is not None:
             self.store.write_rollouts(self.samples / f"step_{done}.jsonl", [t.group for t in record.taken])
         self.bounds.check(done, record.metrics)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from miles_like.nodes.members import cluster_gist
+from miles_like.nodes.stacks import Stacks, read_stacks
 
 _DEATH_IS_KNOWN_S = 10.0  # time limit for Ray to report a dead process; takes 1 s on an idle machine
 _SLICE_S = 5.0
@@ -48,47 +46,24 @@ def ignore_exception(answer: asyncio.Future[Any]) -> None:
         answer.exception()
 
 
-def write_stacks(nodes: Sequence[str], pids: Sequence[int], logs: Sequence[Path]) -> dict[int, str]:
+def write_stacks(nodes: Sequence[str], pids: Sequence[int], logs: Sequence[Path]) -> dict[int, Stacks]:
     """Send SIGUSR1, which each process has registered with faulthandler, so that its log gets its threads' stacks.
 
-    nodes, pids, logs: one per process. Returns process number -> its state before, a letter of Linux's /proc ("T":
-    stopped by a signal; "?": gone), without the processes of nodes that do not answer.
+    nodes, pids, logs: one per process. Returns process number -> its stacks, without the processes of nodes that do not
+    answer.
     """
-    task: Any = ray.remote(num_cpus=0, max_retries=0)(_signal_for_stacks)
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(read_stacks)
     every = list(zip(range(len(pids)), pids, logs, strict=False))
     refs = [
         task.options(scheduling_strategy=on_node(node)).remote([one for one in every if nodes[one[0]] == node])
         for node in sorted(set(nodes[: len(pids)]))
     ]
-    out: dict[int, str] = {}
+    out: dict[int, Stacks] = {}
     for ref in refs:
         with contextlib.suppress(RayError):
-            states: dict[int, str] = ray.get(ref, timeout=_STACKS_S)
-            out |= states
+            found: dict[int, Stacks] = ray.get(ref, timeout=_STACKS_S)
+            out |= found
     return out
-
-
-def _signal_for_stacks(processes: Sequence[tuple[int, int, Path]]) -> dict[int, str]:
-    """Runs on the processes' node. Sends SIGCONT too, because a stopped process writes nothing."""
-    states, sizes = {}, {}
-    for i, pid, log in processes:
-        try:
-            states[i] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            states[i] = "?"  # no such process, or no Linux
-        with contextlib.suppress(OSError):
-            with log.open("a") as out:
-                out.write(
-                    f"the stacks of process {pid}, which exceeded its time limit or waits for a process that did:\n"
-                )
-            sizes[log] = log.stat().st_size
-            os.kill(pid, signal.SIGUSR1)
-            os.kill(pid, signal.SIGCONT)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(log.stat().st_size == size for log, size in sizes.items()):
-        time.sleep(0.05)
-    time.sleep(0.2)  # for stacks that are being written
-    return states
 
 
 def get_result(ref: ray.ObjectRef[Any], actor: str, timeout_s: float) -> Any:

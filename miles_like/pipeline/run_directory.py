@@ -9,9 +9,10 @@ from typing import Literal
 from miles_like.checkpoint.run_state import kept_steps
 from miles_like.nodes.sight import PROBE
 from miles_like.storage.completion import MARKER, files_under
+from miles_like.storage.fencing import EPOCH_FILE
 
 Mode = Literal["auto", "resume", "fresh"]
-LARGE_ENTRIES = ("logs", "tensorboard", "rollouts", "checkpoints")
+LARGE_ENTRIES = ("logs", "tensorboard", "rollouts", "checkpoints", "stacks")
 # All entries that a run writes; only these are removed when it starts over.
 RUN_FILES = (
     *LARGE_ENTRIES,
@@ -24,6 +25,7 @@ RUN_FILES = (
     "published",
     "servers",
     "verify",
+    "stacks",
     MARKER,
 )
 
@@ -39,7 +41,7 @@ def check_run_dir(run_dir: Path, mode: Mode) -> None:
     if mode == "auto":
         check_nothing_lost(run_dir)
     if mode != "resume":
-        _own_entries(run_dir)
+        check_own(run_dir)
     elif not run_dir.is_dir() or ((found := list(run_dir.iterdir())) and not any(map(_of_a_run, found))):
         raise ValueError(
             f"--resume: {run_dir} contains no run to resume: start without --resume (complete stages are "
@@ -62,10 +64,10 @@ def check_nothing_lost(run_dir: Path) -> None:
 
 
 def _of_a_run(path: Path) -> bool:
-    return path.name in RUN_FILES or path.name.endswith(".partial") or path.name.startswith(PROBE)
+    return path.name in (*RUN_FILES, EPOCH_FILE) or path.name.endswith(".partial") or path.name.startswith(PROBE)
 
 
-def _own_entries(run_dir: Path) -> list[Path]:
+def check_own(run_dir: Path) -> list[Path]:
     """Entries of an earlier run. Raises ValueError when there are others."""
     found = sorted(run_dir.iterdir()) if run_dir.is_dir() else []
     foreign = [p.name for p in found if not _of_a_run(p)]
@@ -78,11 +80,14 @@ def _own_entries(run_dir: Path) -> list[Path]:
 
 
 def clear_run_dir(run_dir: Path) -> None:
-    """Remove the entries of an earlier run. Raises ValueError, and removes nothing, when there are others."""
-    for p in _own_entries(run_dir):
+    """Remove the entries of an earlier run but its epoch, which processes that are left of it compare with theirs.
+    Raises ValueError, and removes nothing, when there are others."""
+    for p in check_own(run_dir):
+        if p.name == EPOCH_FILE:
+            continue
         shutil.rmtree(p) if p.is_dir() else p.unlink()
 
 
 def summary_files(run_dir: Path) -> list[Path]:
     """A run's files without logs and checkpoints, which are large or still growing."""
-    return [p for p in files_under(run_dir) if p.relative_to(run_dir).parts[0] not in LARGE_ENTRIES]
+    return [p for p in files_under(run_dir) if p.relative_to(run_dir).parts[0] not in (*LARGE_ENTRIES, EPOCH_FILE)]

@@ -29,7 +29,7 @@ from miles_like.pipeline.cache import cache_of, fetch_directory
 from miles_like.pipeline.dequantize import dequantize_checkpoint, is_unquantized
 from miles_like.pipeline.fetch import content, describe, fetch, is_taken_as_it_is, visible_files
 from miles_like.pipeline.rollout_checkpoint import served_output
-from miles_like.pipeline.run_directory import Mode, check_nothing_lost, clear_run_dir, summary_files
+from miles_like.pipeline.run_directory import Mode, check_nothing_lost, check_own, clear_run_dir, summary_files
 from miles_like.pipeline.stage_names import STAGES
 from miles_like.report.console import counted
 from miles_like.staging.stage_files import HF, MEGATRON, NodeNeed, layout_inputs, stage_plan
@@ -46,6 +46,7 @@ from miles_like.storage.completion import (
     why_incomplete,
     write_marker,
 )
+from miles_like.storage.fencing import Fence
 from miles_like.storage.verified_copy import StageFiles, verified_sums
 
 Run = Callable[[Path, Mapping[str, Output]], Path]  # (directory, earlier stages' outputs) -> root of the data
@@ -113,7 +114,8 @@ class StageFunctions:
     make: Callable[[RunConfig, Path], None]  # write the checkpoint that `model.make` describes into a directory
     convert: Callable[[Path, Path], None]  # Hugging Face directory -> torch_dist directory
     on_nodes: Callable[[Sequence[StageFiles]], Sequence[Mapping[str, Any]]]  # run the copies of node k on node k
-    train: Callable[[RunConfig, Path, Path, Path, bool], None]  # (config, run_dir, served HF, weights, resume)
+    # (config, run_dir, served HF, weights, resume, epoch of run_dir)
+    train: Callable[[RunConfig, Path, Path, Path, bool, Fence], None]
     sizes: Sizes | None  # of the model; None: known once it is fetched
     joins_cluster: bool = False  # whose nodes may be other machines than this one
     lost: Lost = field(default=lambda _: ())  # of the converted directory
@@ -450,12 +452,16 @@ def _train(
     if mode == "auto":
         check_nothing_lost(run_dir)
     if mode != "resume":
+        check_own(run_dir)
+    fence = Fence.begin(run_dir)  # from here on a process that is left of an earlier start writes nothing
+    if mode != "resume":
         clear_run_dir(run_dir)
     if from_step is not None:
         go_back(run_dir / "checkpoints", from_step)
     (run_dir / MARKER).unlink(missing_ok=True)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    functions.train(config, run_dir, done["stage"].root / HF, done["stage"].root / MEGATRON, mode == "resume")
+    served, weights = done["stage"].root / HF, done["stage"].root / MEGATRON
+    functions.train(config, run_dir, served, weights, mode == "resume", fence)
+    fence.check()
     return run_dir
 
 

@@ -236,7 +236,7 @@ class Preflight:
                     f"the server at {reward.url} is only called once the model's tokenizer is fetched"
                 )
         limit_s = min(config.timeout_s or CALL_S, CALL_S if self.online else DRY_CALL_S)
-        scorer = make_reward(config.model_copy(update={"retries": 0, "timeout_s": limit_s}))
+        scorer = make_reward(config.model_copy(update={"retries": 0, "timeout_s": limit_s, "outage_s": 0.0}))
         prompt = self._row()
         n = 1 if scorer.unit is Unit.SAMPLE else min(2, self.config.train.samples_per_group)
         from miles_like.preflight.trial_calls import samples_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from miles_like.protocols import MetricSink
+from miles_like.protocols import Fencing, MetricSink
 from miles_like.report.rows import json_row
 from miles_like.storage.appended_file import AppendedFile
 
@@ -15,8 +15,8 @@ from miles_like.storage.appended_file import AppendedFile
 class JsonlSink:
     """`metrics.jsonl`: one object per step, appended and flushed, so that a killed run keeps its metrics."""
 
-    def __init__(self, path: Path) -> None:
-        self.file = AppendedFile(path)
+    def __init__(self, path: Path, fence: Fencing | None = None) -> None:
+        self.file = AppendedFile(path, fence)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self.file.write(json_row(step, metrics) + "\n")

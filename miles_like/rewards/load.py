@@ -47,6 +47,7 @@ from miles_like.types import Unit
 
 LOCAL_S, MODEL_S, REMOTE_S = 10.0, 600.0, 60.0  # time limits where the configuration has none
 REMOTE_RETRIES, CALLS, WAIT_S, CLOSE_S = 2, 64, 1.0, 10.0
+OUTAGE_S = 600.0  # reward.outage_s of a run
 
 Function = Callable[..., object]
 
@@ -54,7 +55,10 @@ Function = Callable[..., object]
 class Rewards:
     """The run's reward, and other rewards that evaluation sets name. They are closed together."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, *, outage_s: float = 0.0) -> None:
+        """outage_s: reward.outage_s where the configuration has none."""
+        if config.outage_s is None:
+            config = config.model_copy(update={"outage_s": outage_s})
         self._config = config
         self._made: dict[str | None, RewardFn] = {None: make_reward(config)}
 
@@ -109,7 +113,7 @@ def _built_in(name: str, reward: BuiltIn, config: RewardConfig) -> Scorer:
     function, remote = _function(reward, config.timeout_s or LOCAL_S), isinstance(reward, EndpointConfig)
     limits = Limits()
     if remote:
-        limits = _limits(config, REMOTE_S, REMOTE_RETRIES)
+        limits = replace(_limits(config, REMOTE_S, REMOTE_RETRIES), outage_s=config.outage_s or 0.0)
     elif isinstance(reward, LocalRewardModelConfig):
         limits = _limits(config, MODEL_S, 0)
     elif reward.reads:  # these functions enforce the time limit themselves

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -29,7 +30,7 @@ def outcome_of(returned: object) -> Score | Unscored:
     Raises ValueError for any other value, and for a number that is not finite.
     """
     if isinstance(returned, Unscored):
-        return Unscored(reason=_shortened(returned.reason))
+        return replace(returned, reason=_shortened(returned.reason))
     if isinstance(returned, Score):
         return returned
     if returned is None:

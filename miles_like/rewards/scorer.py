@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import sysconfig
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +30,8 @@ RewardCall = Callable[
 Outcome = Score | Unscored
 MOST_REASONS = 64  # distinct reasons: each stays in the ledger and the metrics to the end of the run
 OTHER_REASONS = "other reasons"
+_SHORTEST_S, _LONGEST_S = 0.05, 30.0  # between two attempts while a server is waited for
+_log = logging.getLogger(__name__)
 _NOT_THE_USERS = (str(Path(__file__).parents[1]), *(sysconfig.get_path(k) for k in ("stdlib", "purelib", "platlib")))
 
 
@@ -42,6 +46,7 @@ class Limits:
     timeout_s: float | None = None  # of one attempt
     retries: int = 0  # further attempts for a sample without a score
     retry_wait_s: float = 0.0  # before the first retry, doubled before each further one
+    outage_s: float = 0.0  # for which a server may be away before its samples go without a score
     concurrency: int | None = None  # concurrent calls; None: any number
 
 
@@ -58,6 +63,7 @@ class Scorer:
     _room: contextlib.AbstractAsyncContextManager[object] = field(init=False)
     _parts: set[str] = field(init=False, default_factory=set)  # names of all results so far
     _reasons: set[str] = field(init=False, default_factory=set)
+    _away_since: float | None = field(init=False, default=None)  # by time.monotonic: its server has not answered since
 
     def __post_init__(self) -> None:
         most = self.limits.concurrency
@@ -73,15 +79,37 @@ class Scorer:
         await self.end()
 
     async def _scored(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Outcome]:
-        """Retries while a sample of the call is unscored. A sample keeps its first score."""
-        found = await self._attempt(prompts, samples)
-        for k in range(self.limits.retries):
-            if not any(isinstance(o, Unscored) for o in found):
-                break
-            await asyncio.sleep(self.limits.retry_wait_s * 2**k)
+        """Retries while a sample of the call is unscored, and as long as a server is waited for. A sample keeps its
+        first score."""
+        found, tried, waited = await self._attempt(prompts, samples), 0, 0
+        while True:
+            outage = self._is_waited_for(found)
+            if not any(isinstance(o, Unscored) for o in found) or not (outage or tried < self.limits.retries):
+                return found
+            if outage:
+                await asyncio.sleep(min(max(self.limits.retry_wait_s * 2.0**waited, _SHORTEST_S), _LONGEST_S))
+                waited += 1
+            else:
+                await asyncio.sleep(self.limits.retry_wait_s * 2.0**tried)
+                tried += 1
             again = await self._attempt(prompts, samples)
             found = [new if isinstance(old, Unscored) else old for old, new in zip(found, again, strict=True)]
-        return found
+
+    def _is_waited_for(self, found: Sequence[Outcome]) -> bool:
+        """Whether a server of these outcomes is away, and for less than `limits.outage_s` so far, over all calls."""
+        away = next((o for o in found if isinstance(o, Unscored) and o.away), None)
+        if not self.limits.outage_s:
+            return False
+        now = time.monotonic()
+        if away is None:
+            if self._away_since is not None:
+                _log.warning("the reward's server answers again after %.0f s", now - self._away_since)
+            self._away_since = None
+            return False
+        if self._away_since is None:
+            self._away_since = now
+            _log.warning("%s: waiting for it for up to reward.outage_s = %g s", away.reason, self.limits.outage_s)
+        return now - self._away_since < self.limits.outage_s
 
     async def _attempt(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Outcome]:
         async with self._room:
@@ -110,7 +138,7 @@ class Scorer:
         for more than MOST_PARTS names of parts in the run."""
         if isinstance(outcome, Unscored):
             if outcome.reason not in self._reasons and len(self._reasons) >= MOST_REASONS:
-                return Unscored(reason=OTHER_REASONS)
+                return replace(outcome, reason=OTHER_REASONS)
             self._reasons.add(outcome.reason)
             return outcome
         new = outcome.parts.keys() - self._parts

@@ -55,6 +55,7 @@ from miles_like.run.setup.rollout_side import (
 from miles_like.run.setup.run_cluster import RunCluster, on_every_node
 from miles_like.staging.stage_files import node_needs
 from miles_like.stopping import run_to_end
+from miles_like.storage.fencing import Fence
 from miles_like.storage.verified_copy import StageFiles
 from quant.hf_config import quantized_config
 from quant.registry import codec_or_none
@@ -87,18 +88,17 @@ def stage_functions(
 
         return stage_on_nodes(works, cluster.hosts(), timeout_s=config.cluster.timeout_s)
 
-    def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
+    def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool, fence: Fence) -> None:
         from miles_like.run.setup.launcher import Launcher
 
-        launcher = Launcher(cluster)
+        launcher, plan = Launcher(cluster), model_plan(config, run_dir, served, weights, fence)
         if config.servers is None:
             from miles_like.run.supervised import train_supervised
 
-            train_supervised(model_plan(config, run_dir, served, weights), console, resume=resume, launcher=launcher)
+            train_supervised(plan, console, resume=resume, launcher=launcher)
         else:
             from miles_like.run.train import train as train_with_rollout
 
-            plan = model_plan(config, run_dir, served, weights)
             train_with_rollout(plan, console, resume=resume, launcher=launcher)
 
     def convert(hf_dir: Path, out: Path) -> None:

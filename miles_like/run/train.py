@@ -41,7 +41,7 @@ from miles_like.preflight.checks import check_over_sampling
 from miles_like.protocols import Algorithm, GroupFilter, RolloutEngine, TrainerRanks
 from miles_like.report.health import repeated
 from miles_like.report.progress import PhaseBar
-from miles_like.rewards.load import Rewards
+from miles_like.rewards.load import OUTAGE_S, Rewards
 from miles_like.run.alignment import check_bits, server_checks
 from miles_like.run.setup.delivery import DirectoryDelivery, TrainerPublication, publication_of
 from miles_like.run.setup.fleet import RunningServers, ServerUses, run_fleet
@@ -79,7 +79,7 @@ def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
     """Reads the training prompts and held-out sets and makes the rewards. Raises ValueError naming file and row, or the
     reward."""
     c = plan.config
-    rewards = Rewards(c.reward)
+    rewards = Rewards(c.reward, outage_s=OUTAGE_S)
     check_over_sampling(c, rewards(None))
     source = PromptSource(c.data, plan.tokenizer, seed=c.seed, compared_by=rewards(None).compares)
     held = held_out(c.eval_sets, c.data, plan.tokenizer, rewards)
@@ -368,6 +368,7 @@ class TrainingRun:
             ),
             speed=speed_meter(self.plan),
             samples=self.plan.run_dir / "rollouts",
+            fence=self.plan.fence,
             curriculum=self.prompts.source,
             episodes=c.rollout.has_episode_runner,
             turns=None if self._taking is None else self._taking.turns,

@@ -1,8 +1,8 @@
-"""Append-only files of a run, truncated to a checkpoint's position when the run resumes.
+"""Append-only files of a run, cut back to a checkpoint's position when the run resumes.
 
 A checkpoint stores the length of each file and the SHA-256 of its bytes so far, which the writer updates with every
-write. A resumed run truncates each file to that length, so that it writes the same file as a run that was never
-stopped.
+write. A resumed run replaces each file by one of that length, so that it writes the same file as a run that was never
+stopped; a process of the run before, which still has the old file open, writes into none of the directory.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
+from miles_like.hf.checkpoint import sync_path
+from miles_like.protocols import Fencing
 from miles_like.storage.checkpoint_files import DamagedError
 from miles_like.types import Json
+
+_BLOCK = 1 << 20  # bytes that are read at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +33,9 @@ class Position:
 class AppendedFile:
     """Appends to an existing or new file. Each `write` is one system call."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, fence: Fencing | None = None) -> None:
+        """fence: checked before each write; None: the directory has no epochs."""
+        self._fence = fence
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_own(path)
         self._file = path.open("ab")
@@ -42,6 +48,9 @@ class AppendedFile:
         return Position(bytes=self._bytes, sha256=self._hash.hexdigest())
 
     def write(self, text: str) -> None:
+        """Raises as `Fencing.check`, and has written nothing then."""
+        if self._fence is not None:
+            self._fence.check()
         data = text.encode()
         self._file.write(data)
         self._file.flush()
@@ -57,12 +66,25 @@ class AppendedFile:
 
 
 def truncate_to(path: Path, to: Position) -> None:
-    """Truncate `path` to a position, and fsync. Raises as `check_prefix` does."""
+    """Replace `path` by a file of its bytes up to a position, on disk. Raises as `check_prefix` does."""
     check_prefix(path, to)
     if path.exists():
-        with path.open("r+b") as f:
-            f.truncate(to.bytes)
-            os.fsync(f.fileno())
+        replace_by_copy(path, to.bytes)
+
+
+def replace_by_copy(path: Path, nbytes: int) -> None:
+    """Replace `path` by a copy of its first bytes, on disk. A process that has it open writes into no file of the
+    directory from then on."""
+    cut = path.with_name(path.name + ".partial")
+    with path.open("rb") as old, cut.open("wb") as new:
+        left = nbytes
+        while left and (block := old.read(min(left, _BLOCK))):
+            new.write(block)
+            left -= len(block)
+        new.flush()
+        os.fsync(new.fileno())
+    cut.replace(path)
+    sync_path(path.parent)
 
 
 def check_prefix(path: Path, to: Position) -> None:
@@ -77,7 +99,7 @@ def check_prefix(path: Path, to: Position) -> None:
     digest, left = hashlib.sha256(), to.bytes
     with path.open("rb") as f:
         while left:
-            block = f.read(min(left, 1 << 20))
+            block = f.read(min(left, _BLOCK))
             digest.update(block)
             left -= len(block)
     if digest.hexdigest() != to.sha256:
@@ -103,7 +125,7 @@ def _position(saved: Json) -> Position:
 
 
 def truncate_all(run_dir: Path, saved: Json) -> None:
-    """Truncate each file to its position in `saved`, a result of `positions`. Raises DamagedError where one is damaged,
+    """Cut each file back to its position in `saved`, a result of `positions`. Raises DamagedError where one is damaged,
     before any is truncated."""
     assert isinstance(saved, Mapping)
     if wrong := [name for name in saved if Path(name).name != name]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
+from miles_like.protocols import Fencing
 from miles_like.types import NamedTensor, PublishReport, ServerFault
 from quant.spec import QuantSpec
 from rollout.config import PublishConfig
@@ -35,10 +36,16 @@ class PublishTarget:
     # servers that fail are left out, and the report names them; False: the publication fails with the first
     goes_on: bool = False
     joins: bool = False  # the servers join at a version that others serve
+    fence: Fencing | None = None  # the epoch of the run, which each request carries; None: it has none
 
     def __post_init__(self) -> None:
         if not self.urls:
             raise ValueError("no servers to publish to: rollout.servers must be at least 1")
+
+    def check_epoch(self) -> None:
+        """Call before files are written for the servers. Raises as `Fencing.check`."""
+        if self.fence is not None:
+            self.fence.check()
 
 
 class Sent(NamedTuple):

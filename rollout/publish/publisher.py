@@ -95,6 +95,7 @@ class TensorPublisher:
                 # of a group of all servers: those that are left have lost the publication with a server that has died
                 rest = tuple(ServerFault(url, f"server {url}: {e}", answers=True) for url in servers.urls)
                 return Sent(0, failed=servers.lost + rest)
+            self._target.check_epoch()  # a stale process says so, and leaves the servers to the later start
             now = self._give_up(servers, version)
             raise RuntimeError(f"weights of version {version} were not published: {e}. {now}") from e
         finally:

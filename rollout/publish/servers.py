@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import httpx
 import orjson
 
+from miles_like.protocols import Fencing
 from miles_like.types import ServerFault
 from rollout.publish.publication import PublishTarget
 from rollout.server_key import ServerKey
@@ -72,12 +73,20 @@ class ServerSet:
 
     A server whose request fails is entered in `lost` and gets no further requests. goes_on: raise no error while other
     servers are left, or while a lost server does not answer or has an internal error: only if all servers reject a
-    request is the request itself wrong.
+    request is the request itself wrong. fence: the epoch of the run: checked before each request and sent with it; an
+    embedded server refuses that of an earlier epoch than it has seen.
     """
 
     def __init__(
-        self, urls: Sequence[str], timeout_s: float, key: ServerKey | None = None, *, goes_on: bool = False
+        self,
+        urls: Sequence[str],
+        timeout_s: float,
+        key: ServerKey | None = None,
+        *,
+        goes_on: bool = False,
+        fence: Fencing | None = None,
     ) -> None:
+        self._fence = fence
         self.urls = tuple(u.rstrip("/") for u in urls)
         self.lost: tuple[ServerFault, ...] = ()
         self._goes_on = goes_on
@@ -132,6 +141,9 @@ class ServerSet:
     ) -> list[T]:
         content_of = dict(zip(self.urls, contents, strict=True))
         headers = _JSON | PLAIN | ({} if self._key is None else self._key.headers(endpoint))
+        if self._fence is not None:
+            self._fence.check()
+            headers |= {endpoints.EPOCH: str(self._fence.epoch)}
 
         def post(url: str) -> T:
             try:
@@ -219,7 +231,7 @@ def _result(call: Callable[[str], T], url: str) -> T | RolloutError:
 def states_of(target: PublishTarget, version: int | None = None) -> list[tuple[str, str, bool]]:
     """For each server: weight version, start time, and whether it has weights. Equal values at two times mean that the
     server still has the same weights. Empty if a server does not answer, or serves another version than `version`."""
-    servers = ServerSet(target.urls, target.timeout_s, target.key)
+    servers = ServerSet(target.urls, target.timeout_s, target.key, fence=target.fence)
     try:
         infos = servers.get(endpoints.SERVER_INFO, lambda url, endpoint, answer: an_object(answer, endpoint))
     except (RolloutError, ValueError):
@@ -244,7 +256,7 @@ class Held(NamedTuple):
 
 def held_by(target: PublishTarget) -> dict[str, Held]:
     """The state of each server by its URL. Empty if a server does not answer, or has no weights."""
-    servers = ServerSet(target.urls, target.timeout_s, target.key)
+    servers = ServerSet(target.urls, target.timeout_s, target.key, fence=target.fence)
     try:
         infos = servers.get(
             endpoints.MODEL_INFO, lambda url, endpoint, answer: _parsed(url, ModelInfo.from_json, answer, endpoint)
@@ -262,7 +274,7 @@ def held_by(target: PublishTarget) -> dict[str, Held]:
 
 def servers_of(target: PublishTarget) -> ServerSet:
     """A client of the servers of `target`."""
-    return ServerSet(target.urls, target.timeout_s, target.key, goes_on=target.goes_on)
+    return ServerSet(target.urls, target.timeout_s, target.key, goes_on=target.goes_on, fence=target.fence)
 
 
 def check_versions(servers: ServerSet, version: int, *, kind: str) -> None:
@@ -288,17 +300,17 @@ def _version_of(answer: object, endpoint: str) -> str:
 
 def serve_again(urls: Sequence[str], target: PublishTarget, version: int | None) -> None:
     """Let servers that still have the previous version generate again. version: that of an update that they may have
-    begun: an embedded server then drops its tensors, and a stock server has received none. Raises no error: a server
-    that fails here has failed before. One that does not answer is asked once."""
+    begun: an embedded server then drops its tensors, and a stock server has received none. A server that fails here has
+    failed before. One that does not answer is asked once. Raises as `Fencing.check` alone."""
     limit = min(target.timeout_s, _GIVE_UP_S)
-    dropping = ServerSet(urls, limit, target.key, goes_on=True)
+    dropping = ServerSet(urls, limit, target.key, goes_on=True, fence=target.fence)
     named = str(version) if target.kind == "embedded" else None
     with contextlib.suppress(RolloutError):
         if version is not None:
             if named is not None:  # one without tensors takes its place
                 dropping.change(endpoints.BEGIN_UPDATE, BeginUpdate(weight_version=named).to_json())
             dropping.change(endpoints.END_UPDATE, EndUpdate(weight_version=named).to_json())
-    continuing = ServerSet(dropping.answering, limit, target.key, goes_on=True)
+    continuing = ServerSet(dropping.answering, limit, target.key, goes_on=True, fence=target.fence)
     with contextlib.suppress(RolloutError):
         continuing.ask(vllm_endpoints.RESUME if target.kind == "vllm" else endpoints.CONTINUE, {})
     for servers in (dropping, continuing):

@@ -22,6 +22,9 @@ CHECKSUM = "/weights_checker"
 RELEASE_MEMORY = "/release_memory_occupation"
 RESUME_MEMORY = "/resume_memory_occupation"
 
+# header of this project: the epoch of the run whose process sends the request; other servers ignore it
+EPOCH = "x-miles-like-epoch"
+
 # OpenAI's API
 OPENAI = "/v1/"
 OPENAI_MODELS = "/v1/models"

@@ -1,7 +1,7 @@
 """A part dies or hangs in the middle of a run: one sentence, status 2, nothing left running, nothing taken for whole.
 
-Each test has a witness that the fault happened in mid-run (a step is in metrics.jsonl before it). Not covered: recovery
-in place; a run is started again, with --resume when it has a checkpoint.
+Each test has a witness that the fault happened in mid-run (a step is in metrics.jsonl before it). A run is started
+again by --supervise, or by hand with --resume. Not covered: recovery in place.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pytest
 from miles_like.checkpoint.run_state import load_latest
 from tests.e2e.conftest import ONE_RANK, ROOT, SMALL, command, environment
 from tests.e2e.looked_at import descendants
+from tests.support.local_run import untimed
 from tests.support.refusals import check_refusal
 
 ENDLESS = (
@@ -129,6 +130,30 @@ def test_a_trainer_rank_is_stopped_in_mid_run(home: Path) -> None:
     for i in range(2):
         assert "most recent call first" in (run_dir / "logs" / f"trainer_rank{i}.log").read_text()
     assert not (run_dir / ".complete.json").exists()
+
+
+@pytest.mark.long(beside="tests/miles_like/run/test_supervise.py")
+def test_a_killed_driver_is_started_again_and_leaves_the_run_that_was_not_killed(home: Path) -> None:
+    """By --supervise: the supervisor goes on, and nothing is left running after its end."""
+    settings = [f"--set={s}" for s in ("alignment.deterministic=true", "train.steps=6", "checkpoint.every=1")]
+    whole, killed = home / "fault-none", home / "fault-supervised"
+    with started(whole, *settings) as process:
+        _, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors[-3000:]
+    with started(killed, *settings, "--supervise", "--set", "checkpoint.restart_wait_s=0") as process:
+        in_mid_run(process, killed)
+        (driver,) = psutil.Process(process.pid).children()
+        driver.kill()
+        output, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors[-3000:]
+        assert "supervise: the driver was ended by SIGKILL: restart 1 of 5" in errors and "--resume" in errors
+        assert not descendants(process)
+    assert len((killed / "starts.jsonl").read_text().splitlines()) == 2, output
+    for step in range(1, 7):
+        name = f"rollouts/step_{step}.jsonl"
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+    assert (killed / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes()
+    assert untimed(killed / "metrics.jsonl") == untimed(whole / "metrics.jsonl")
 
 
 def stopped_in_mid_save(rank: psutil.Process, checkpoints: Path) -> int:

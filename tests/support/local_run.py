@@ -119,6 +119,7 @@ def drive(
     from miles_like.run import train as train_module
     from miles_like.run.setup import trainer_side
     from miles_like.run.setup.model_plan import model_plan
+    from miles_like.storage.fencing import Fence
     from tests.support import kill_points
     from tests.support.local_parts import LocalLauncher, SealingRank
 
@@ -153,7 +154,7 @@ def drive(
     extra = [Forked(f"spare server {i}", answers(spare), logs / f"spare_{i}.log") for i in range(spares)]
     kill_points.introduce(driver=os.getpid(), rank=ranks["trainer"][-1].pid, server=servers[-1].pid)
     try:
-        plan = model_plan(config, run_dir, home / "hf", home / "megatron")
+        plan = model_plan(config, run_dir, home / "hf", home / "megatron", Fence.begin(run_dir))
         launcher = LocalLauncher(ranks, servers, extra)
         kill_points.watch_driver(launcher)
         console = Console(highlight=False, width=200)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from miles_like.types import StepReport
 from routing_replay.align import ShardSpec
 from tests.support.made_samples import LAYERS
@@ -40,6 +43,28 @@ class FailsToStart:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         time.sleep({"dies": 0, "refuses": 3600, "breaks": 1}[self.how])
         raise RuntimeError("Read error: Connection reset by peer")
+
+
+def users_function() -> None:
+    time.sleep(3600)
+
+
+@dataclass(frozen=True)
+class InCollective:
+    """Ranks of one gloo group, whose last rank does not come to the collective in which the others are."""
+
+    def __call__(self, rank: int, world: int, host: str, port: int) -> Any:
+        dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=world)
+
+        class Rank:
+            dp_rank, shard_spec = 0, ShardSpec(layers=LAYERS)
+
+            def load_copy(self, name: str, path: Any) -> None:
+                if rank == world - 1:
+                    users_function()
+                dist.all_reduce(torch.ones(1))
+
+        return Rank()
 
 
 @dataclass(frozen=True)
@@ -75,11 +100,6 @@ class Stand:
                     time.sleep(0.5)
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise RuntimeError("Read error: Connection reset by peer")
-
-            def load_copy(self, name: str, path: Any) -> None:
-                """The last rank never ends."""
-                if rank == world - 1:
-                    time.sleep(3600)
 
             def finish_save(self, *, wait: bool) -> Any:
                 return came[0]

@@ -76,6 +76,10 @@ class CheckpointConfig(Section):
     grace_s: float = Field(20.0, ge=0)
     # time limit from the start of the command; the run saves and ends before it
     deadline_s: float | None = Field(None, gt=0)
+    # with --supervise: how often a driver that has died is started again within restart_window_s; 0: never
+    restarts: int = Field(5, ge=0)
+    restart_window_s: float = Field(3600.0, gt=0)  # seconds in which the restarts are counted
+    restart_wait_s: float = Field(5.0, ge=0)  # seconds before the first restart, doubled before each further one
 
     def check(self, *, sets: Collection[str], eval_every: int) -> None:
         """Raises ValueError for a `keep_best` that would keep nothing. sets: names of the run's eval sets."""

@@ -123,7 +123,7 @@ class EndpointConfig(Reward):
     key_file: str | None = None  # file with the bearer token, which must not be in a configuration
     key_over_http: bool = False  # allow sending the key unencrypted to another machine on a trusted network
 
-    reads = _CALLS
+    reads = (*_CALLS, "outage_s")
 
     @model_validator(mode="after")
     def a_key_is_not_sent_in_the_open(self) -> EndpointConfig:
@@ -302,6 +302,9 @@ class RewardConfig(Section):
     timeout_s: float | None = Field(None, gt=0)  # time limit per attempt; None: 60 s, for a local reward 10 s
     retries: int | None = Field(None, ge=0)  # retries per sample; None: 2, for a local reward 0
     retry_wait_s: float | None = Field(None, ge=0)  # wait before the first retry, then doubled; None: 1 s
+    # seconds for which a reward server may be away (no connection, status 5xx, 408, 429) before samples go without a
+    # score; None: 600 in a run, 0 in other commands
+    outage_s: float | None = Field(None, ge=0)
     concurrency: int | None = Field(None, ge=1)  # concurrent calls of one reward; None: 64
     exact: ExactConfig | None = None
     multiple_choice: MultipleChoiceConfig | None = None

@@ -48,10 +48,10 @@ class Endpoint:
         try:
             async with self._http.stream("POST", where, json=body) as reply:
                 if reply.status_code >= 500 or reply.status_code in _RETRYABLE:
-                    return Unscored(reason=f"HTTP {reply.status_code} from {self.url}")
+                    return Unscored(reason=f"HTTP {reply.status_code} from {self.url}", away=True)
                 text = await _bounded(reply, where)
         except httpx.TransportError as e:
-            return Unscored(reason=f"no reply from {self.url}: {type(e).__name__}")
+            return Unscored(reason=f"no reply from {self.url}: {type(e).__name__}", away=True)
         start = text[:800].decode("utf-8", "replace")[:200]
         if reply.status_code != 200:
             raise ValueError(f"{where} replied HTTP {reply.status_code}: {start!r}; check url and options")

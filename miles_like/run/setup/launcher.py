@@ -94,6 +94,8 @@ class Launcher:
             urls=[[urls[s] for s in own] for _, own in slots],
             factory=worker_recipe(rollout, urls, teachers, goes_on=goes_on),
             logs=plan.logs,
+            start_s=plan.config.cluster.timeout_s,
+            silent_s=plan.config.rollout.worker_timeout_s,
         )
 
 

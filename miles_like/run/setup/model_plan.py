@@ -26,6 +26,7 @@ from miles_like.hf.checkpoint import HFCheckpoint, read_config
 from miles_like.hf.tokenizer import load_tokenizer
 from miles_like.protocols import Algorithm
 from miles_like.run.setup.engine_support import check_engine
+from miles_like.storage.fencing import Fence
 from miles_like.supervised.data import EndingTokenizer
 from quant.hf_config import quantized_config, spec_from_hf
 from quant.spec import QuantSpec
@@ -148,6 +149,7 @@ class ModelPlan:
     model: PlannedModel
     placement: PlacementPlan
     tokenizer: RunTokenizer
+    fence: Fence | None = None  # the epoch of `run_dir`; None: of what is no run, such as `miles-like verify`
 
     @property
     def checkpoints(self) -> Path:
@@ -158,7 +160,7 @@ class ModelPlan:
         return self.run_dir / "logs"
 
 
-def model_plan(config: RunConfig, run_dir: Path, served: Path, weights: Path) -> ModelPlan:
+def model_plan(config: RunConfig, run_dir: Path, served: Path, weights: Path, fence: Fence | None = None) -> ModelPlan:
     """The plan, from the configuration and the config.json of `served`; starts no process. Raises ValueError as
     `planned_model`, for weights of another format than the run's, and for a cluster that does not fit the run."""
     hf = ServedDirectory(served, read_config(served))
@@ -178,6 +180,7 @@ def model_plan(config: RunConfig, run_dir: Path, served: Path, weights: Path) ->
         model=model,
         placement=plan_placement(config.cluster, config.parallel, config.servers, config.teacher_rollouts),
         tokenizer=run_tokenizer(served),
+        fence=fence,
     )
 
 

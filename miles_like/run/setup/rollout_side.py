@@ -215,6 +215,7 @@ class RolloutSide:
             key=self.key if ours else key,
             goes_on=goes_on,
             joins=joins,
+            fence=plan.fence if ours else None,
         )
 
     def sampling(self, round_index: int) -> SamplingParams:

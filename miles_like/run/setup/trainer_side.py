@@ -27,7 +27,7 @@ from miles_like.report.sinks import JsonlSink, MultiSink, TensorboardSink
 from miles_like.report.speed import SpeedMeter
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.worker_side import workers_of
-from miles_like.storage.appended_file import AppendedFile, truncate_all
+from miles_like.storage.appended_file import AppendedFile, replace_by_copy, truncate_all
 from miles_like.storage.checkpoint_files import DamagedError
 from miles_like.types import Aggregation
 
@@ -98,6 +98,7 @@ class RunFiles:
         self.best = KeptBest(plan.config.checkpoint.keep_best)
         self.appended: dict[str, AppendedFile] = {}  # name -> file: cut back where a run resumes
         self.earlier: Sequence[Mapping[str, float]] = ()  # rows of metrics.jsonl before the checkpoint of `resume`
+        self.first = 0  # the step of that checkpoint
 
     @property
     def earlier_s(self) -> float:
@@ -126,21 +127,28 @@ class RunFiles:
             self.console.print(line, markup=False, soft_wrap=True)
         self.best.restore(parts[KEPT])
         truncate_all(plan.run_dir, parts[FILES])
+        for events in (plan.run_dir / "tensorboard").glob("events.*"):
+            replace_by_copy(events, events.stat().st_size)
+        self.first = resumed.state.step
         if (rows := plan.run_dir / METRICS).exists() and rows.stat().st_size:
             self.earlier = read_metrics(rows)
         return resumed
 
     def begin(self) -> None:
         """Stores the configuration and a line about this start, and prints where the curves will be. Raises ValueError
-        where the disk is full."""
+        where the disk is full, StaleEpochError."""
         run_dir = self.plan.run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
+        if self.plan.fence is not None:
+            self.plan.fence.begins(self.first)
         store_config(self.plan.config, run_dir / "config.toml")
         note_start(run_dir)
         self._say(f"Curves: tensorboard --logdir {run_dir / 'tensorboard'}")
 
     def end(self) -> None:
-        """Writes the report, and prints its URL."""
+        """Writes the report, and prints its URL. Raises StaleEpochError."""
+        if self.plan.fence is not None:
+            self.plan.fence.check()
         self._say(f"Report: {write_report(self.plan.run_dir).resolve().as_uri()}")
 
     def _say(self, text: str) -> None:
@@ -149,7 +157,7 @@ class RunFiles:
     def sink(self, first: int = 0) -> MultiSink:
         """The sinks of a run that begins at step `first`: metrics.jsonl, TensorBoard, the best checkpoint, the
         console."""
-        rows = JsonlSink(self.plan.run_dir / METRICS)
+        rows = JsonlSink(self.plan.run_dir / METRICS, self.plan.fence)
         self.appended[METRICS] = rows.file
         return MultiSink(
             [
@@ -167,7 +175,7 @@ class RunFiles:
 
     def ledger(self) -> Ledger:
         path = self.plan.run_dir / LEDGER
-        ledger = Ledger(path)
+        ledger = Ledger(path, self.plan.fence)
         if ledger.file is not None:
             self.appended[LEDGER] = ledger.file
         return ledger
@@ -186,4 +194,5 @@ class RunFiles:
             asynchronous=c.asynchronous,
             console=self.console,
             saved=None if resumed is None else resumed.state.step,
+            fence=self.plan.fence,
         )

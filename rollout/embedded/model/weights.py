@@ -356,6 +356,7 @@ class UpdateSession:
 
     store: WeightStore
     begun_as: str | None = None  # version given at the begin
+    epoch: int = 0  # of the run whose process began it; 0: of none
     version: str | None = None
     touched: float = field(default_factory=time.monotonic)  # time of the last request of the update
     refused: str = ""  # why a tensor was refused: an incomplete update must not be finished

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -11,6 +12,7 @@ from rollout.embedded.openai.errors import error_json
 from rollout.server_key import VARIABLE, ServerKey
 from rollout.wire import endpoints
 
+_EPOCH = endpoints.EPOCH.encode()
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -28,7 +30,8 @@ def check_address(address: str, key: ServerKey | None) -> None:
 
 class Access:
     """Rejects requests before their body is read: those with the Host of another server (DNS rebinding by a web page),
-    those with an Origin (web pages), and, on a server with a key, those without it, except to /health.
+    those with an Origin (web pages), on a server with a key those without it, except to /health, and those of an
+    earlier epoch of a run than the server has seen: of a publisher that was stopped or cut off and comes back.
 
     host, address: the configured host, and the address that the socket is bound to.
     """
@@ -37,6 +40,7 @@ class Access:
         self._app = app
         self._key = key
         self._host = host
+        self._epoch = 0  # the highest so far
         bound = ipaddress.ip_address(address.partition("%")[0])
         self._every_address = bound.is_unspecified
         self._names = {"localhost", "127.0.0.1", "::1", host.casefold(), str(bound)}
@@ -66,13 +70,29 @@ class Access:
             )
         if b"origin" in headers:
             return 403, "requests from web pages (with an Origin header) are rejected: send them from a program"
-        if self._key is None or scope["path"] == endpoints.HEALTH:  # process monitors have no key
+        if scope["path"] == endpoints.HEALTH:  # process monitors have no key
             return None
-        given = headers.get(b"authorization")
+        if self._key is not None:
+            given = headers.get(b"authorization")
+            if given is None:
+                return 401, "this server requires a key: send it as `Authorization: Bearer KEY`"
+            if not self._key.admits(scope["path"], given):
+                path = scope["path"][:200]
+                return 401, f"the key of this request does not allow {path}: send the key for this endpoint"
+        return self._of_its_epoch(headers.get(_EPOCH))
+
+    def _of_its_epoch(self, given: bytes | None) -> tuple[int, str] | None:
+        """Notes the epoch of a request; as `_refusal`. given: None: a client that is no process of a run."""
         if given is None:
-            return 401, "this server requires a key: send it as `Authorization: Bearer KEY`"
-        if not self._key.admits(scope["path"], given):
-            return 401, f"the key of this request does not allow {scope['path'][:200]}: send the key for this endpoint"
+            return None
+        if not re.fullmatch(rb"[0-9]{1,18}", given):
+            return 400, f"{endpoints.EPOCH} is {given[:40]!r}: send a whole number"
+        if (epoch := int(given)) < self._epoch:
+            return 409, (
+                f"this request is of epoch {epoch} of its run, and this server has had requests of epoch "
+                f"{self._epoch}: a process that was stopped or cut off changes nothing any more"
+            )
+        self._epoch = epoch
         return None
 
     def _known(self, host: str) -> bool:

@@ -341,7 +341,8 @@ class Handlers:
 
     async def begin_update(self, request: Request) -> Response:
         u = BeginUpdate.from_json(await json_body(request))
-        return await self._outcome(lambda: self.service.begin_update(u.weight_version))
+        epoch = int(request.headers.get(endpoints.EPOCH, "0"))  # checked by `Access`
+        return await self._outcome(lambda: self.service.begin_update(u.weight_version, epoch))
 
     async def update_from_tensor(self, request: Request) -> Response:
         u = UpdateFromTensor.from_json(await json_body(request))

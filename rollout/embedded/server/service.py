@@ -116,20 +116,24 @@ class Service:
         """The weights, or what rank 0 holds of them."""
         return self.part.store
 
-    def begin_update(self, version: str | None = None) -> None:
-        """Raises ValueError while another update is unfinished, unless that is of the same or an older version or has
-        received no request for SESSION_IDLE_S seconds: its publisher has failed or begins again, and it is dropped.
+    def begin_update(self, version: str | None = None, epoch: int = 0) -> None:
+        """epoch: of the run whose process begins it; 0: of none.
+
+        Raises ValueError while another update is unfinished, unless that is of the same or an older version or of an
+        earlier epoch, or has received no request for SESSION_IDLE_S seconds: its publisher has failed or begins again,
+        and it is dropped.
         Raises ValueError while the memory of the weights is released, as do the other methods that read or change
         weights."""
         self._memory.require_weights()
         session = self._session
-        if session is not None and not _replaces(version, session.begun_as) and session.idle_s < SESSION_IDLE_S:
+        held = session is not None and session.epoch >= epoch and session.idle_s < SESSION_IDLE_S
+        if session is not None and held and not _replaces(version, session.begun_as):
             other = "" if session.begun_as is None else f" of version {session.begun_as}"
             raise ValueError(
                 f"a weight update{other} has already begun: end it first, or begin an update of this or a newer version"
             )
         self._crew.together(lambda: None, "begin")
-        self._session = UpdateSession(self.store, begun_as=version)
+        self._session = UpdateSession(self.store, begun_as=version, epoch=epoch)
 
     def require_update(self, version: str | None) -> None:
         """Raises ValueError outside of an update and in one of another version."""

@@ -48,6 +48,7 @@ class DeltaPublisher(DiskPublisher):
         self._whole_bytes: int | None = None
 
     def _send(self, stream: Iterator[NamedTensor], version: int) -> Sent:
+        self._target.check_epoch()
         if not self._rank:
             self._announce(version)
         first = next(stream, None)  # every rank has begun

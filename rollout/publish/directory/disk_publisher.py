@@ -61,6 +61,7 @@ class DiskPublisher(DirectoryLoads):
         return publish_stream(weights, version=version, send=partial(self._send, version=version))
 
     def _send(self, stream: Iterator[NamedTensor], version: int) -> Sent:
+        self._target.check_epoch()
         if not self._rank and self._loads:
             self.check_versions(version)
         there = self._written(version)
@@ -86,6 +87,7 @@ class DiskPublisher(DirectoryLoads):
     def _join(self, parts: Sequence[Path], path: Path, shares: Shares, version: int) -> int:
         """Makes `path` of the parts; returns the bytes of its tensors. Raises RuntimeError for a file that is not what
         its rank wrote."""
+        self._target.check_epoch()
         try:
             self._check_parts(parts)
             join_parts(parts, path)

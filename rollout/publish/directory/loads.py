@@ -105,7 +105,7 @@ class DirectoryLoads:
             bodies = [_from(held.path, held.version) for held in before if held is not None]
         if len(bodies) < len(urls):
             return False
-        servers = ServerSet(urls, self._target.timeout_s, self._target.key)
+        servers = ServerSet(urls, self._target.timeout_s, self._target.key, fence=self._target.fence)
         try:
             servers.change_each(endpoints.UPDATE_FROM_DISK, bodies)
             sums = [reply.per_engine_checksum for reply in servers.checksums()]

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from miles_like.protocols import WeightSources
 from miles_like.types import PublishReport, ServerFault
@@ -18,7 +19,7 @@ from rollout.publish.buckets import HostBytes
 from rollout.publish.group import GroupTransport
 from rollout.publish.publication import PublishTarget, Sent
 from rollout.publish.publisher import Bucket, TensorPublisher, emptying
-from rollout.publish.servers import ServerSet
+from rollout.publish.servers import ServerSet, servers_of
 from rollout.publish.sources.part import Part
 from rollout.publish.sources.turns import Kind, Message, Silent, Stopped, Turns
 from rollout.publish.transports import Send
@@ -176,7 +177,7 @@ class SourcesPublisher(TensorPublisher):
         servers: ServerSet | None = None
         try:
             go = self._next(Kind.GO)
-            servers = ServerSet(go["urls"], self._target.timeout_s, self._target.key, goes_on=self._target.goes_on)
+            servers = servers_of(replace(self._target, urls=tuple(go["urls"])))
             if go["all"]:
                 self._sent.forget()
             self.host = HostBytes(self._hold_bytes, self._target.config.bucket_bytes)

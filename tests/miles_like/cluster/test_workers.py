@@ -6,6 +6,7 @@ Ranks are stand-ins that tell what came to them, and in one test Megatron's. Not
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -32,12 +33,12 @@ from miles_like.types import REFERENCE, TrainBatch
 from routing_replay.align import pack_rows
 from routing_replay.rank_routes import RankRoutes, fed_routes
 from routing_replay.trace import RoutingTrace
-from tests.support import layouts, toy
+from tests.support import layouts, standin_rank, toy
 from tests.support.chosen import later
 from tests.support.made_samples import LAYERS, TOP_K, group, sample
 from tests.support.own_ray import this_node
 from tests.support.refusals import Facts, refuses
-from tests.support.standin_rank import PLACES, FailsToStart, Stand
+from tests.support.standin_rank import PLACES, FailsToStart, InCollective, Stand
 from tests.support.tiny_models import felt_tensors, write_checkpoint
 
 HERE = "tests/miles_like/cluster/test_workers.py"
@@ -93,13 +94,15 @@ def test_the_rank_that_fails_first_at_the_start_is_named(ray: Any, tmp_path: Pat
         RayTrainer(FailsToStart(how), slots, this_node(), 1, tmp_path, timeout_s=100)
 
 
-@pytest.mark.parametrize("how", later(["hangs", "is stopped"], ["is stopped"], beside=HERE))
+@pytest.mark.parametrize("how", later(["hangs", "is stopped"], ["hangs"], beside=HERE))
 def test_a_rank_that_does_not_answer_is_named_and_its_stacks_are_kept(ray: Any, tmp_path: Path, how: str) -> None:
-    """Within the deadline, with the place where it hangs; the next call does not wait for it again."""
+    """Within the deadline, with the place where it hangs, while the other is in a collective of gloo; the next call
+    does not wait for it again."""
 
     async def ask() -> tuple[str, str]:
         slots = [Slot(role="trainer", index=i, node=0, gpus=()) for i in range(2)]
-        trainer = RayTrainer(Stand("DP2"), slots, this_node(), 2, tmp_path, timeout_s=60)
+        factory = InCollective() if how == "hangs" else Stand("DP2")
+        trainer = RayTrainer(factory, slots, this_node(), 2, tmp_path / "logs", timeout_s=60)
         trainer._deadlines = CallDeadlines(4)
         if how == "is stopped":
             os.kill(trainer._pids[1], signal.SIGSTOP)
@@ -115,15 +118,22 @@ def test_a_rank_that_does_not_answer_is_named_and_its_stacks_are_kept(ray: Any, 
             await trainer.close()
 
     first, second = asyncio.run(ask())
-    what = "load_copy" if how == "hangs" else "evaluate"
-    assert first.startswith(f"{what}: trainer rank 1 of 2 did not answer within 4 s")
-    assert ("; rank 1 had been stopped by a signal" in first) == (how == "is stopped")
-    assert "cluster.timeout_s" in first and second == first
-    log = (tmp_path / "trainer_rank1.log").read_text()
-    assert "most recent call first" in log
     if how == "hangs":
-        assert 'standin_rank.py", line' in log and "in load_copy" in log
-    assert "most recent call first" in (tmp_path / "trainer_rank0.log").read_text()
+        assert first.startswith(
+            "load_copy: trainer ranks 0 and 1 of 2 did not answer within 4 s; rank 1 is outside of "
+        )
+        lines = inspect.getsourcelines(standin_rank.users_function)[1]
+        place = f"{standin_rank.__file__}:{lines + 1} in users_function"
+        assert f"rank 1 is outside of collectives at {place}, while 1 rank waits in one: the stacks" in first
+    else:
+        assert first.startswith("evaluate: trainer rank 1 of 2 did not answer within 4 s; rank 1 had been stopped by ")
+    assert "cluster.timeout_s" in first and second == first
+    for i in range(2):
+        assert "most recent call first" in (tmp_path / "logs" / f"trainer_rank{i}.log").read_text()
+    (report,) = tmp_path.glob("stacks/*")
+    text = report.read_text()
+    assert str(report) in first and text.count("\n==== ") == 3 and "==== driver, process" in text
+    assert ("in users_function" in text and "in all_reduce" in text) == (how == "hangs")
 
 
 def test_the_failure_of_one_rank_is_raised_while_another_has_not_answered() -> None:

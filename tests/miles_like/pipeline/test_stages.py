@@ -34,6 +34,7 @@ from miles_like.staging.stage_files import NodeNeed
 from miles_like.stopping import StopRequest
 from miles_like.storage import completion
 from miles_like.storage.completion import Output, file_sha256
+from miles_like.storage.fencing import Fence
 from tests.support.cli_runner import CliRunner, Result
 from tests.support.refusals import check_refusal, refuses
 
@@ -58,7 +59,7 @@ class Cluster:
             (out / "whole").write_text("whole")
             (out / ".metadata").write_text("which tensor lies where")  # as torch_dist calls it
 
-        def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
+        def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool, _: Fence) -> None:
             self.ran.append("resume" if resume else "train")
             assert (served / "config.json").is_file() and (weights / "whole").is_file()
             (run_dir / "metrics.jsonl").write_text("{}\n")
@@ -216,7 +217,7 @@ class Saving(Cluster):
     steps, stopped = 3, False
 
     def parts(self) -> StageFunctions:
-        def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
+        def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool, _: Fence) -> None:
             checkpoints = run_dir / "checkpoints"
             began = run_state.load_latest(checkpoints) if resume else None
             first = began[1].step if began else 0

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
@@ -29,6 +30,7 @@ from miles_like.loop.buffer import LOST
 from miles_like.nodes.session import start_ray, stop_ray
 from miles_like.records import ColumnsLostError, PlannedBatch, PlannedMicroBatch, SampleRecord
 from miles_like.types import Prompt
+from tests.support.fakes import wait_until
 from tests.support.own_ray import this_node
 from tests.support.standin_rank import Stand
 from tests.support.worker_loop import HALF, MORE, PLACE, Loop, Made, contents, made, streams
@@ -49,7 +51,7 @@ async def by_task(cells: Sequence[PlannedMicroBatch], parcels: Sequence[Any]) ->
 
 def looped(nodes: Any, logs: Path, **more: Any) -> Loop:
     slots = [Slot(role="rollout", index=w, node=0, gpus=()) for w in range(2)]
-    start = StartActor(nodes=nodes, slots=slots, urls=[["a"], ["b"]], factory=Made(), logs=logs)
+    start = StartActor(nodes=nodes, slots=slots, urls=[["a"], ["b"]], factory=Made(), logs=logs, silent_s=3.0)
     return Loop(start=start, max_staleness=9, fill=by_task, **more)
 
 
@@ -68,9 +70,14 @@ async def opens_nothing(loop: Loop) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_costs_its_groups_and_the_driver_opens_no_values(nodes: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_worker_costs_its_groups_and_the_driver_opens_no_values(
+    nodes: Any, tmp_path: Path, how: signal.Signals
+) -> None:
+    """Killed, or stopped: then its stacks are kept, and its process ends, whatever it would still answer."""
+
     async def run() -> Loop:
-        loop = looped(nodes, tmp_path)
+        loop = looped(nodes, tmp_path / "logs")
         killed: list[int] = []
 
         def kill(step: int) -> None:
@@ -78,12 +85,13 @@ def test_a_killed_worker_costs_its_groups_and_the_driver_opens_no_values(nodes: 
             assert isinstance(link, ActorLink)
             if step == 1 and not killed:
                 killed.append(ray.get(link.actor.pid.remote()))
-                os.kill(killed[0], signal.SIGKILL)
+                os.kill(killed[0], how)
 
         loop.before_pull = kill
         await loop.run(3)
         await opens_nothing(loop)
         await loop.workers.close()
+        assert wait_until(lambda: not psutil.pid_exists(killed[0]) or state(killed[0]) == "zombie", 20)
         return loop
 
     loop = asyncio.run(run())
@@ -91,6 +99,17 @@ def test_a_killed_worker_costs_its_groups_and_the_driver_opens_no_values(nodes: 
     assert loop.ledger._discarded[LOST] >= 2 and len(loop.said) == 1
     found = loop.ledger.metrics()
     assert found["ledger/issued"] == found["ledger/trained"] + found["ledger/discarded"]
+    reports = sorted(tmp_path.glob("stacks/*"))
+    assert len(reports) == (how == signal.SIGSTOP) and ("no sign of life for 3 s" in loop.said[0]) == bool(reports)
+    for report in reports:
+        assert str(report) in loop.said[0] and "rollout worker 0" in report.read_text()
+
+
+def state(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return "zombie"
 
 
 @pytest.mark.slow

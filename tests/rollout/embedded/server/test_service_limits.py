@@ -175,6 +175,18 @@ def test_a_newer_version_replaces_the_update_of_a_publisher_that_died(path: Path
     s.begin_update("4")
 
 
+def test_a_later_epoch_replaces_the_update_of_a_process_that_was_cut_off(path: Path) -> None:
+    """Also with an older version: a run that went back to a checkpoint. An earlier epoch replaces none."""
+    s = service(path)
+    s.begin_update("6", 1)
+    s.begin_update("4", 2)
+    with refuses(ValueError, 4):
+        s.begin_update("3", 1)
+    with refuses(ValueError, 4, 6):
+        s.end_update("6")
+    s.end_update("4")
+
+
 def test_a_failed_publication_leaves_the_old_weights(path: Path, monkeypatch: MonkeyPatch) -> None:
     """Whatever fails, after the tensors were checked too."""
     s = service(path)
