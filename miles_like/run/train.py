@@ -42,6 +42,8 @@ from miles_like.report.health import repeated
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards
 from miles_like.run.alignment import check_bits, server_checks
+from miles_like.run.rebuild.ranks import RunRanks, ready, start_ranks
+from miles_like.run.rebuild.rebuilding import RebuildingRun
 from miles_like.run.setup.delivery import DirectoryDelivery, TrainerPublication, publication_of
 from miles_like.run.setup.launcher import Launcher, freeze_gc
 from miles_like.run.setup.model_plan import ModelPlan, run_algorithm
@@ -119,11 +121,10 @@ def train(
             if plan.config.takes_turns:  # before the trainer is built, which needs the memory
                 run_to_end(release_servers(rollout, servers.wait(say)))
                 say(released(plan.config))
-            trainer, critic = launcher.trainer(plan, algorithm.loss), launcher.critic(plan)
-            reference = launcher.reference(plan, algorithm.loss)
+            ranks = start_ranks(launcher, plan, algorithm.loss)
             urls = servers.wait(say)
         teachers.wait(say)
-        say(_ready(plan, len(urls), time.perf_counter() - started, critic=critic is not None))
+        say(ready(plan, len(urls), time.perf_counter() - started, critic=ranks.critic is not None))
         c = plan.config.train
         for sentence in repeated(len(prompts.source), steps=c.steps, groups=c.groups_per_step):
             say(sentence)
@@ -136,27 +137,14 @@ def train(
             files=files,
             resumed=resumed,
             teachers=teachers,
-            trainer=trainer,
-            critic=critic,
-            reference=reference,
+            **ranks._asdict(),
             console=console,
             launcher=launcher,
             controller=controller,
         )
         with servers.naming_failures(), teachers.naming_failures():
-            run_to_end(run.loop(urls), run.stop, plan.config.checkpoint.grace_s)
+            run_to_end(run.through_losses(urls), run.stop, plan.config.checkpoint.grace_s)
     files.end()
-
-
-def _ready(plan: ModelPlan, servers: int, seconds: float, *, critic: bool) -> str:
-    """`Ready in 17 s: 2 trainer ranks, 1 rollout server. Routing data: 8 B/token (int32 would need 48).`"""
-    ranks = [
-        (len(plan.placement.of("trainer")), "trainer rank"),
-        (len(plan.placement.critics()) * critic, "critic rank"),
-    ]
-    counted = [f"{n} {what}{'s' * (n > 1)}" for n, what in (*ranks, (servers, "rollout server")) if n]
-    routes = f" {shape.payload}." if (shape := plan.model.routing) else ""
-    return f"Ready in {seconds:.0f} s: {', '.join(counted)}.{routes}"
 
 
 def _servers(
@@ -172,7 +160,7 @@ def _say(console: Console, text: str) -> None:
     console.print(f"{'':12}{text}", markup=False, soft_wrap=True)
 
 
-class TrainingRun:
+class TrainingRun(RebuildingRun):
     """A run whose processes are up: composes the objects of the loop, and closes them."""
 
     def __init__(
@@ -198,15 +186,19 @@ class TrainingRun:
         self.rollout, self.algorithm, self.prompts, self.files = rollout, algorithm, prompts, files
         self.servers, self.runner = servers, runner
         self.resumed, self.teachers, self.console = resumed, teachers, console
-        self._ranks: dict[str, RayTrainer] = {"trainer": trainer} | ({} if critic is None else {"critic": critic})
-        self.models: Mapping[str, TrainerRanks] = self._ranks
-        self.reference = reference
-        self._taking: TurnTaking | None = None
-        self.values: TokenValues = OwnValues()
         self.publication: TrainerPublication | DirectoryDelivery  # `loop` makes it
         self.controller = controller
         self.stop = StopRequest()
         self.deadline = Deadline(self.stop, self.config.checkpoint.deadline_s, began=command_began())
+        self.attach(RunRanks(trainer, critic, reference))
+
+    def attach(self, ranks: RunRanks) -> None:
+        """Begins a life with these ranks."""
+        critic = {} if ranks.critic is None else {"critic": ranks.critic}
+        self._ranks, self.reference = {"trainer": ranks.trainer} | critic, ranks.reference
+        self.models: Mapping[str, TrainerRanks] = self._ranks
+        self._taking: TurnTaking | None = None
+        self.values: TokenValues = OwnValues()
 
     @property
     def trainer(self) -> TrainerRanks:
@@ -219,57 +211,76 @@ class TrainingRun:
         Raises ValueError where they differ by more than the precision explains; otherwise as `Controller.run`.
         """
         c = self.config
-        clients = [self.rollout.client(url) for url in urls]
-        # the state of an episode and of a user's generate function is not saved: they begin again after a resume
-        lost = self._lost if (may_replace := c.publish.replacements > 0 and not c.takes_turns) else None
-        pool = EnginePool(clients, lost)
-        partial = PartialRollouts(pool, keep_groups=not c.rollout.has_episode_runner)
-        engine = answering(self.runner, partial, self.algorithm)
-        workers = await self.workers(urls, goes_on=may_replace)
-        if c.takes_turns:
-            self._taking = TurnTaking(self.rollout, urls, self._ranks, workers or partial)
-            self.models = self._taking.models
-            await self._taking.start()
-        await check_bits(self.rollout, self.trainer, clients)
-        turns = None if self._taking is None else self._taking.turns
-        checked = clients if turns is None else [self.rollout.client(url, turns=turns) for url in urls]
-        eval_clients = [self.rollout.client(url, routing=False, turns=turns) for url in urls]
-        self.publication = publication_of(self.rollout, self.trainer, urls, goes_on=may_replace)
-        packs = packer(self.plan, self.trainer.dp_size, replayed=False, balanced=True)
-        teachers = self.teachers.teachers(self.trainer, eval_clients, packs, self.prompts.source.all())
-        await teachers.start()  # before a publication: some are loaded by the trainer, which may sleep afterwards
-        replaced = self.replacements(workers or pool, urls) if may_replace else None
-        checks = self.checks(checked, replaced)
-        first, published = await self.publish_first(checks)
-        await checks.at_start(first, published)
-        with PhaseBar(c.train.steps, self.console) as progress:
-            evaluator = Evaluator(
-                engines=eval_clients,
-                sets=self.prompts.held_out,
-                params=self.rollout.sampling(0),
-                seed=c.seed,
-                alone=not c.in_flight_at_publication,
-                every=c.eval.every,
-                progress=progress,
-                runner=self.runner,
-                lost=lost,
-                workers=workers if turns is None or workers is None else TurnAnswers(workers, turns),
-            )
-            sampler = workers or self.sampler(engine, partial, teachers)
-            loop = self.compose(sampler, workers or partial, evaluator, checks, self.teaching(teachers), first)
-            freeze_gc()
-            try:
-                await loop.run(first=first, steps=c.train.steps, resumed=self.resumed is not None)
-                if loop.feed.producer.ended and (loop.saver.checkpoints.saved or 0) < c.train.steps:
-                    self.console.print(f"{'':12}All prompts are used: data.epochs = {c.data.epochs}")
-            finally:
-                self.deadline.close()
-                self.console.print(f"{'':12}{loop.recorder.ledger.close()}", markup=False, soft_wrap=True)
-                loop.recorder.sink.close()
-                users = (self.prompts.rewards, workers, engine, EnginePool([*eval_clients, *checked]), self._taking)
-                for one in (*users, teachers, *self.models.values(), self.reference):
-                    if one is not None:
-                        await one.close()
+        async with contextlib.AsyncExitStack() as closing:
+            closing.push_async_callback(self._close_ranks)
+            clients = [self.rollout.client(url) for url in urls]
+            # the state of an episode and of a user's generate function is not saved: they begin again after a resume
+            lost = self._lost if (may_replace := c.publish.replacements > 0 and not c.takes_turns) else None
+            pool = EnginePool(clients, lost)
+            partial = PartialRollouts(pool, keep_groups=not c.rollout.has_episode_runner)
+            engine = answering(self.runner, partial, self.algorithm)
+            closing.push_async_callback(engine.close)
+            if (workers := await self.workers(urls, goes_on=may_replace)) is not None:
+                closing.push_async_callback(workers.close)
+            if c.takes_turns:
+                self._taking = TurnTaking(self.rollout, urls, self._ranks, workers or partial)
+                closing.push_async_callback(self._taking.close)
+                self.models = self._taking.models
+                await self._taking.start()
+            await check_bits(self.rollout, self.trainer, clients)
+            turns = None if self._taking is None else self._taking.turns
+            checked = clients if turns is None else [self.rollout.client(url, turns=turns) for url in urls]
+            eval_clients = [self.rollout.client(url, routing=False, turns=turns) for url in urls]
+            closing.push_async_callback(EnginePool([*eval_clients, *checked]).close)
+            self.publication = publication_of(self.rollout, self.trainer, urls, goes_on=may_replace, life=self.life)
+            packs = packer(self.plan, self.trainer.dp_size, replayed=False, balanced=True)
+            teachers = self.teachers.teachers(self.trainer, eval_clients, packs, self.prompts.source.all())
+            closing.push_async_callback(teachers.close)
+            await teachers.start()  # before a publication: some are loaded by the trainer, which may sleep afterwards
+            replaced = self.replacements(workers or pool, urls) if may_replace else None
+            checks = self.checks(checked, replaced)
+            first, published = await self.publish_first(checks)
+            await checks.at_start(first, published)
+            with PhaseBar(c.train.steps, self.console) as progress:
+                evaluator = Evaluator(
+                    engines=eval_clients,
+                    sets=self.prompts.held_out,
+                    params=self.rollout.sampling(0),
+                    seed=c.seed,
+                    alone=not c.in_flight_at_publication,
+                    every=c.eval.every,
+                    progress=progress,
+                    runner=self.runner,
+                    lost=lost,
+                    workers=workers if turns is None or workers is None else TurnAnswers(workers, turns),
+                )
+                sampler = workers or self.sampler(engine, partial, teachers)
+                loop = self.compose(sampler, workers or partial, evaluator, checks, self.teaching(teachers), first)
+                await self._steps(loop, first)
+
+    async def _steps(self, loop: Controller, first: int) -> None:
+        """From step `first` to the end."""
+        steps = self.config.train.steps
+        freeze_gc()
+        self.go_on(loop.recorder, first)
+        try:
+            await loop.run(first=first, steps=steps, resumed=self.resumed is not None)
+            if loop.feed.producer.ended and (loop.saver.checkpoints.saved or 0) < steps:
+                self.console.print(f"{'':12}All prompts are used: data.epochs = {self.config.data.epochs}")
+        except BaseException as e:
+            self.files.ends = not self.goes_on(e)
+            raise
+        finally:
+            self.deadline.close()
+            summary = loop.recorder.ledger.close()
+            if self.files.ends:
+                self.say(summary)
+            loop.recorder.sink.close()
+
+    async def _close_ranks(self) -> None:
+        for one in (*self.models.values(), self.reference):
+            if one is not None:
+                await one.close()
 
     async def publish_first(self, checks: RunChecks) -> tuple[int, PublishReport | None]:
         """(number of the first step, the report of the publication before it). A resumed run loads its checkpoint and
@@ -281,12 +292,13 @@ class TrainingRun:
             await checks.before_publication()
             return step, await self.publication.publish(step)
         # codes written by another quantizer may differ from those that this quantizer gives for the same values
-        first = self.config.precision.qat or self.config.takes_turns
+        # after a loss the servers have weights that are not trained yet
+        first = self.config.precision.qat or self.config.takes_turns or self.life > 0
         await checks.before_publication()
         return 0, await self.publication.publish(0) if first else None
 
     def _lost(self, why: str) -> None:
-        _say(self.console, f"{why}; its requests go to other servers, and the next publication replaces it")
+        self.say(f"{why}; its requests go to other servers, and the next publication replaces it")
 
     async def workers(self, urls: Sequence[str], *, goes_on: bool) -> RolloutWorkers | None:
         """The rollout workers, with the groups of the checkpoint if the run resumes; None: this process samples.
@@ -296,9 +308,7 @@ class TrainingRun:
         start, c = self.launcher.workers(self.rollout, urls, self.teachers.places, goes_on=goes_on), self.config
         if start is None:
             return None
-        workers = RolloutWorkers(
-            start=start, tokens=tokens_of(c), say=partial(_say, self.console), bound=c.rollout.held_bytes
-        )
+        workers = RolloutWorkers(start=start, tokens=tokens_of(c), say=self.say, bound=c.rollout.held_bytes)
         await workers.begin()
         if self.resumed is not None:
             state = self.resumed.state
@@ -311,15 +321,18 @@ class TrainingRun:
         return workers
 
     def replacements(self, pool: Engines, urls: Sequence[str]) -> RunReplacements:
-        return RunReplacements(
+        done = 0 if self.replaced is None else self.replaced.limit - self.replaced.left  # in earlier lives
+        self.replaced = RunReplacements(
             servers=self.servers,
             pool=pool,
             urls=tuple(urls),
             limit=self.config.publish.replacements,
             connect=self.publication.connect,
             publish_version=self.publication.publish,
-            say=partial(_say, self.console),
+            say=self.say,
+            done=done,
         )
+        return self.replaced
 
     def checks(self, clients: Sequence[ServerClient], replacements: RunReplacements | None = None) -> RunChecks:
         prompts = self.prompts.source.all()

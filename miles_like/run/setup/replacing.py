@@ -49,12 +49,12 @@ class RunReplacements:
     connect: Callable[[Sequence[str], bool], None]
     publish_version: Callable[[int], Awaitable[PublishReport]]
     say: Callable[[str], None]
-    _replaced: int = field(default=0, init=False)
+    done: int = 0  # of `limit`, replaced so far
     _connected_to_all: bool = field(default=True, init=False)
 
     @property
     def left(self) -> int:
-        return self.limit - self._replaced
+        return self.limit - self.done
 
     def expect(self) -> None:
         self.pool.expect()
@@ -69,8 +69,8 @@ class RunReplacements:
     async def replace(self, faults: Sequence[ServerFault]) -> None:
         self.pool.leave_out({fault.url for fault in faults})
         for fault in faults:
-            self._replaced += 1
-            self.say(f"Replacing server {fault.url} ({self._replaced} of at most {self.limit}): {fault.why}")
+            self.done += 1
+            self.say(f"Replacing server {fault.url} ({self.done} of at most {self.limit}): {fault.why}")
         await asyncio.to_thread(partial(self.servers.replace, [fault.url for fault in faults], self.say))
 
     async def join(self, version: int, urls: Collection[str]) -> PublishReport:

@@ -1,0 +1,138 @@
+"""The part of a run that survives losses of ranks: from its last checkpoint, on ranks that are started for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, Self
+
+from rich.console import Console
+
+from miles_like.checkpoint.random_state import random_state, set_random_state
+from miles_like.cluster.lost.errors import RanksLostError, lost_ranks_error
+from miles_like.cluster.trainer_ranks import RayTrainer
+from miles_like.loop.recorder import Recorder
+from miles_like.protocols import Algorithm
+from miles_like.rewards.load import Rewards
+from miles_like.run.rebuild.budget import RebuildBudget
+from miles_like.run.rebuild.lives import run_through_losses
+from miles_like.run.rebuild.ranks import RunRanks, start_ranks
+from miles_like.run.setup.launcher import Launcher
+from miles_like.run.setup.replacing import RunReplacements
+from miles_like.run.setup.rollout_side import RolloutSide
+from miles_like.run.setup.trainer_side import Resumed, RunFiles
+from miles_like.run.setup.turn_taking import release_servers
+from miles_like.types import Json
+from rollout.episodes.runner import EpisodeRunner
+from rollout.prompts.mix import PromptSource
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a run without a checkpoint begins with again."""
+
+    prompts: Mapping[str, Json]  # the state of their source
+    random: Json  # as `random_state`
+
+
+class Prompts(Protocol):
+    """The prompts of a run and their rewards (miles_like.run.train)."""
+
+    @property
+    def source(self) -> PromptSource: ...
+    @property
+    def rewards(self) -> Rewards: ...
+
+
+class RebuildingRun(ABC):
+    """A `Life` of a run."""
+
+    prompts: Prompts
+    rollout: RolloutSide
+    algorithm: Algorithm
+    files: RunFiles
+    launcher: Launcher
+    console: Console
+    reference: RayTrainer | None
+    _ranks: dict[str, RayTrainer]  # of every model that is trained
+    resumed: Resumed | None
+    runner: EpisodeRunner
+
+    life = 0  # how often ranks were rebuilt before
+    urls: Sequence[str] = ()  # of the servers
+    replaced: RunReplacements | None = None  # servers so far, in this life or those before
+    lost: RanksLostError | None = None  # that ends this life
+    _beginning: Beginning | None = None
+    _budget = RebuildBudget(0, 1.0)
+    _lost_at = 0.0  # of the life before, by time.perf_counter
+
+    @abstractmethod
+    def attach(self, ranks: RunRanks) -> None:
+        """Begins a life with these ranks."""
+
+    @abstractmethod
+    async def loop(self, urls: Sequence[str]) -> None:
+        """The run with the servers at `urls`, to its end; closes all that it has made."""
+
+    @property
+    def ranks(self) -> Sequence[RayTrainer]:
+        """Of all roles."""
+        return [one for one in (*self._ranks.values(), self.reference) if one is not None]
+
+    async def through_losses(self, urls: Sequence[str]) -> None:
+        """`loop`, again on rebuilt ranks where some are lost, up to cluster.rebuilds times; then closes the rewards.
+        Raises as `loop` and `run_through_losses`."""
+        c, self.urls = self.rollout.plan.config.cluster, urls
+        self._beginning = Beginning(self.prompts.source.state(), random_state())
+        self._budget = RebuildBudget(c.rebuilds, c.rebuild_window_s)
+        try:
+            await run_through_losses(self, self._budget, self.say)
+        finally:
+            await self.prompts.rewards.close()
+
+    async def run(self) -> None:
+        await self.loop(self.urls)
+
+    async def next(self, lost: RanksLostError) -> Self:
+        """As `Life.next`."""
+        plan, beginning = self.rollout.plan, self._beginning
+        assert beginning is not None, "set by `through_losses`"
+        began = time.perf_counter()
+        await asyncio.to_thread(RunRanks(*self.ranks).end)  # they write nothing more
+        if (resumed := self.files.resume()) is None:
+            self.prompts.source.restore(beginning.prompts)
+            set_random_state(beginning.random)
+        if plan.config.takes_turns:
+            await release_servers(self.rollout, self.urls)
+        start = partial(start_ranks, self.launcher, plan, self.algorithm.loss, self.life + 1)
+        ranks = await asyncio.to_thread(start)
+        life = copy(self)
+        life.life, life.resumed, life.runner = self.life + 1, resumed, self.rollout.episode_runner()
+        life.lost, life._lost_at, life.files.ends = None, began, True
+        life.attach(ranks)
+        return life
+
+    def goes_on(self, error: BaseException) -> bool:
+        """Whether another life follows one that ends with `error`."""
+        return self._budget.left and (self.lost is not None or lost_ranks_error(error) is not None)
+
+    def go_on(self, recorder: Recorder, first: int) -> None:
+        """Call before step `first` of a life. After a loss notes the seconds since the boundary at which this life
+        begins: they are lost."""
+        now = time.perf_counter()
+        lost_s = now - self.files.boundaries.setdefault(first, now)
+        if self.life:
+            recorder.once = {"perf/rebuilds": float(self.life), "perf/lost_s": lost_s}
+            recorder.earlier_s += lost_s
+            self.say(
+                f"Trainer ranks were rebuilt within {now - self._lost_at:.1f} s: step {first + 1} is next; with the "
+                f"steps that are trained again {lost_s:.1f} s are lost"
+            )
+
+    def say(self, text: str) -> None:
+        self.console.print(f"{'':12}{text}", markup=False, soft_wrap=True)
