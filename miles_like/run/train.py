@@ -182,18 +182,18 @@ class TrainingRun(RebuildingRun):
         controller: type[Controller] = Controller,
     ) -> None:
         self.launcher = launcher
-        self.plan, self.config = rollout.plan, rollout.plan.config
         self.rollout, self.algorithm, self.prompts, self.files = rollout, algorithm, prompts, files
         self.servers, self.runner = servers, runner
         self.resumed, self.teachers, self.console = resumed, teachers, console
         self.publication: TrainerPublication | DirectoryDelivery  # `loop` makes it
         self.controller = controller
         self.stop = StopRequest()
-        self.deadline = Deadline(self.stop, self.config.checkpoint.deadline_s, began=command_began())
+        self.deadline = Deadline(self.stop, rollout.plan.config.checkpoint.deadline_s, began=command_began())
         self.attach(RunRanks(trainer, critic, reference))
 
     def attach(self, ranks: RunRanks) -> None:
         """Begins a life with these ranks."""
+        self.plan, self.config = self.rollout.plan, self.rollout.plan.config
         critic = {} if ranks.critic is None else {"critic": ranks.critic}
         self._ranks, self.reference = {"trainer": ranks.trainer} | critic, ranks.reference
         self.models: Mapping[str, TrainerRanks] = self._ranks

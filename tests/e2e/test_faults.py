@@ -1,7 +1,7 @@
 """A part dies or hangs in the middle of a run: one sentence, status 2, nothing left running, nothing taken for whole.
 
 Each test has a witness that the fault happened in mid-run (a step is in metrics.jsonl before it). Not covered: recovery
-in place; a run is started again, with --resume when it has a checkpoint.
+in place (tests/e2e/test_rebuilt_ranks_ray.py); a run is started again, with --resume when it has a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ ENDLESS = (
     *("--set", "eval.every=0"),
     *("--set", "rollout.request_timeout_s=8.0"),
     *("--set", "publish.replacements=0"),  # tests/laws/test_replaced_servers.py
+    *("--set", "cluster.rebuilds=0"),  # tests/laws/test_rebuilt_ranks.py
 )
 # a server that dies is named there, and every kill of one ends the run in tests/laws/test_kills.py
 NAMED = pytest.mark.long(beside="tests/miles_like/cluster/test_rollout_servers.py")

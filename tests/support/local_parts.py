@@ -184,6 +184,9 @@ class LocalLauncher(Launcher):
     def check(self, plan: ModelPlan) -> None:
         """There is no Ray cluster."""
 
+    def replace_lost_nodes(self, plan: ModelPlan) -> tuple[frozenset[int], frozenset[int]]:
+        return frozenset(), frozenset()
+
     def ranks(self, plan: ModelPlan, slots: Sequence[Slot], config: TrainerConfig, loss: LossFn) -> RayTrainer:
         factory, role = MegatronFactory(config, plan.weights, loss), slots[0].role
         processes = self.rank_processes[role].pop(0)

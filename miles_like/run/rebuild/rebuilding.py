@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, Self
 
@@ -20,6 +20,7 @@ from miles_like.loop.recorder import Recorder
 from miles_like.protocols import Algorithm
 from miles_like.rewards.load import Rewards
 from miles_like.run.rebuild.budget import RebuildBudget
+from miles_like.run.rebuild.layout import named, plan_on_rest, servers_of
 from miles_like.run.rebuild.lives import run_through_losses
 from miles_like.run.rebuild.ranks import RunRanks, start_ranks
 from miles_like.run.setup.launcher import Launcher
@@ -100,22 +101,46 @@ class RebuildingRun(ABC):
 
     async def next(self, lost: RanksLostError) -> Self:
         """As `Life.next`."""
-        plan, beginning = self.rollout.plan, self._beginning
+        beginning = self._beginning
         assert beginning is not None, "set by `through_losses`"
         began = time.perf_counter()
         await asyncio.to_thread(RunRanks(*self.ranks).end)  # they write nothing more
+        rollout, urls = await asyncio.to_thread(self._without_lost_nodes)
+        plan, self.files.plan = rollout.plan, rollout.plan
         if (resumed := self.files.resume()) is None:
             self.prompts.source.restore(beginning.prompts)
             set_random_state(beginning.random)
         if plan.config.takes_turns:
-            await release_servers(self.rollout, self.urls)
+            await release_servers(rollout, urls)
         start = partial(start_ranks, self.launcher, plan, self.algorithm.loss, self.life + 1)
         ranks = await asyncio.to_thread(start)
         life = copy(self)
-        life.life, life.resumed, life.runner = self.life + 1, resumed, self.rollout.episode_runner()
+        life.life, life.resumed = self.life + 1, resumed
+        life.rollout, life.urls, life.runner = rollout, urls, rollout.episode_runner()
         life.lost, life._lost_at, life.files.ends = None, began, True
         life.attach(ranks)
         return life
+
+    def _without_lost_nodes(self) -> tuple[RolloutSide, Sequence[str]]:
+        """The rollout's side and the URLs of its servers, once nodes that are lost were replaced or left out. Raises as
+        `plan_on_rest`."""
+        before = self.rollout.plan
+        lost, replaced = self.launcher.replace_lost_nodes(before)
+        if not lost | replaced:
+            return self.rollout, self.urls
+        if replaced:
+            self.say(f"{named(replaced)} lost; another is in the place of each")
+        plan, gone = plan_on_rest(before, lost, replaced), servers_of(before.placement, lost | replaced)
+        if gone:
+            self.say(f"{len(gone)} of {len(self.urls)} rollout servers were there; the others go on")
+        if lost:
+            p, was = plan.config.parallel, before.config.parallel
+            rounding = "" if p == was else "; from here on results equal those of the other layout but for rounding"
+            self.say(
+                f"{named(lost)} lost: the trainer goes on with parallel.dp = {p.dp} (was {was.dp}), "
+                f"parallel.ep = {p.ep} (was {was.ep}){rounding}"
+            )
+        return replace(self.rollout, plan=plan), [url for i, url in enumerate(self.urls) if i not in gone]
 
     def goes_on(self, error: BaseException) -> bool:
         """Whether another life follows one that ends with `error`."""

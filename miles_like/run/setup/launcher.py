@@ -43,6 +43,13 @@ class Launcher:
         """Choose the run's nodes and reserve their GPUs. Raises as `RunCluster.nodes`."""
         self.nodes(plan)
 
+    def replace_lost_nodes(self, plan: ModelPlan) -> tuple[frozenset[int], frozenset[int]]:
+        """(numbers of nodes that are lost, of nodes that were and in whose place others are). Raises as
+        `RunCluster.replace_lost`."""
+        self.nodes(plan)
+        assert self.cluster is not None, "made by `nodes`"
+        return self.cluster.replace_lost(plan.weights)
+
     def trainer(self, plan: ModelPlan, loss: LossFn) -> RayTrainer:
         """Start the trainer ranks with the run's initial weights."""
         return self.ranks(plan, plan.placement.of("trainer"), plan.model.trainer, loss)
