@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 from torch import Tensor
 
 from miles_like.batch.packing import cut_shard
 from miles_like.cluster.actors import Process
 from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
 from miles_like.cluster.lost.errors import LostRank, RanksLostError
-from miles_like.cluster.lost.processes import actor_id, end_processes, first_deaths, why_died
+from miles_like.cluster.lost.processes import LOST, actor_id, end_processes, first_deaths, why_died
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.rank import Place, PublisherFactory, Rank, TrainerFactory
 from miles_like.cluster.run_nodes import RunNodes
@@ -297,7 +297,7 @@ class RayTrainer:
             return [answer.result() for answer in answers]
         except RayError as e:
             cause = await root_cause(e, answers)
-            dead = {i: e for i, a in enumerate(answers) if a.done() and isinstance(e := a.exception(), RayActorError)}
+            dead = {i: e for i, a in enumerate(answers) if a.done() and isinstance(e := a.exception(), LOST)}
             if dead:
                 raise self._lost_error(method, [self._lost_rank(i, why_died(e)) for i, e in dead.items()]) from None
             raise RuntimeError(f"{method}: {error_message(cause)}") from None
@@ -320,7 +320,7 @@ class RayTrainer:
                 ray.get(done[0])
             except RayError as e:
                 i, cause = first_cause(refs.index(done[0]), e, refs)
-                if isinstance(cause, RayActorError):
+                if isinstance(cause, LOST):
                     raise self._lost_error(method, [self._lost_rank(i, why_died(cause))]) from None
                 raise RuntimeError(f"{self._role} rank {i}: {error_message(cause)}") from None
         self._under_way = None

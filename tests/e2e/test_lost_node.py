@@ -1,8 +1,8 @@
 """A node of a run is lost: the trainer goes on with fewer data-parallel rows on the node that is left, with the server
 there.
 
-Two nodes of Ray on one machine, of which one ends at once with all its processes. Not covered: nodes with addresses and
-disks of their own; another node in the place of the lost one (tests/miles_like/run/rebuild/test_layout.py has the
+Two nodes of Ray on one machine, of which one ends at once with all its processes. Not covered: nodes with separate
+addresses and disks; another node in the place of the lost one (tests/miles_like/run/rebuild/test_layout.py has the
 arithmetic).
 """
 

@@ -38,6 +38,13 @@ KILLS = (
     kill("rank", "step", 3, "half"),  # the servers serve version 3, and checkpoint 2 is restored
     kill("rank", "publish", 4, 1),
 )
+EACH = (  # of less work
+    kill("rank", "step", 0, "before"),
+    kill("rank", "save", 2, "shards"),
+    kill("rank", "generation", 2, 5),
+    kill("rank", "step", 3, "half"),
+    kill("rank", "publish", 4, 1),
+)
 
 
 @dataclass(frozen=True)
@@ -51,10 +58,10 @@ CHAINS = {
     "synchronous": Chain((EVERY,)),
     "two behind, saved beside training": Chain((EVERY, "buffer.max_staleness=2", "checkpoint.asynchronous=true")),
     "two ranks, one behind, a filter": Chain(
-        (EVERY, "parallel.dp=2", "parallel.ep=2", "buffer.max_staleness=1", "algorithm.filter=nonzero_std")
+        (EVERY, "parallel.dp=2", "parallel.ep=2", "buffer.max_staleness=1", "algorithm.filter=nonzero_std"), EACH
     ),
     "workers": Chain((EVERY, "rollout.workers=1", "buffer.max_staleness=1"), KILLS[1:3] + KILLS[5:6]),
-    "turns": Chain((EVERY, "cluster.colocate=true", "rollout.embedded.release_memory=true"), KILLS[:1] + KILLS[5:]),
+    "turns": Chain((EVERY, "cluster.colocate=true"), KILLS[:1] + KILLS[5:]),
     **{
         path: Chain((EVERY, f"publish.path={path}"), (KILLS[0], KILLS[2], KILLS[5]))
         for path in ("disk", "delta", "distributed", "reshard")
@@ -99,6 +106,7 @@ def test_a_run_that_loses_ranks_is_the_run_that_lost_none(runs: Runs, name: str)
     assert rows[-1]["perf/rebuilds"] == len(chain.kills) and all(row["perf/lost_s"] > 0 for row in rows)
 
 
+@pytest.mark.long(beside=HERE)
 def test_a_run_that_loses_ranks_more_often_than_it_may_names_each_loss(runs: Runs) -> None:
     where = runs.home / "often"
     settings = (EVERY, f"train.steps={STEPS}")

@@ -13,15 +13,17 @@ from typing import Any
 
 import ray
 from ray._private.state import state
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 
 from miles_like.nodes.members import living_nodes
 from miles_like.nodes.waits import on_node
 
+LOST = (RayActorError, ActorUnschedulableError)  # errors of calls to actors that do not answer any more
 LOOK_S = 0.5  # between two looks at Ray's table of actors
 _ENDED_S = 20.0  # time limit for processes to end, once they have been killed
 _PROCESS = "a worker process died (killed, or out of memory)"
 _NODE = "its node is lost"
+_NODE_WORDS = ("node has died", "node was terminated", "node_died_error_context", "NodeAffinitySchedulingStrategy")
 
 
 def actor_id(handle: Any) -> str:
@@ -37,11 +39,10 @@ def dead_actors(ids: Collection[str]) -> Mapping[str, str]:
     return {actor: why_died(str(table[actor]["DeathCause"])) for actor in ids if actor in table}
 
 
-def why_died(cause: RayActorError | str) -> str:
+def why_died(cause: Exception | str) -> str:
     """A clause: what happened to an actor by the words of Ray 2.60's error or of its table."""
     text = str(cause)
-    lost = "node has died" in text or "node was terminated" in text or "node_died_error_context" in text
-    return _NODE if lost else _PROCESS
+    return _NODE if any(words in text for words in _NODE_WORDS) else _PROCESS
 
 
 async def first_deaths(ids: Collection[str]) -> Mapping[str, str]:

@@ -168,13 +168,16 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
         assert version == 0
 
     monkeypatch.setattr(Comparison, "short", short)
-    trainer: Any = SimpleNamespace(dp_size=1, connect=lambda recipe: None, publish=publish)
+
+    async def close() -> None: ...
+
+    trainer: Any = SimpleNamespace(dp_size=1, connect=lambda recipe: None, publish=publish, close=close)
     source: Any = SimpleNamespace(all=lambda: [Prompt(id="a", token_ids=(1, 2, 3), answer="")] * 20)
     prompts = Prompts(source=source, held_out=[], rewards=Rewards(RewardConfig()))
 
     async def start() -> None: ...
 
-    teachers: Any = SimpleNamespace(teachers=lambda *of: SimpleNamespace(start=start), places=None)
+    teachers: Any = SimpleNamespace(teachers=lambda *of: SimpleNamespace(start=start, close=close), places=None)
     made = run_of(plan_of("publish.answer_tokens=0", run_dir=tmp_path), trainer, prompts=prompts, teachers=teachers)
     with refuses(ValueError, "w", "mismatch.check_prompts", 0) as refused:
         asyncio.run(made.loop(["http://x"]))

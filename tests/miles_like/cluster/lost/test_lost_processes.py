@@ -1,4 +1,4 @@
-"""What is said of ranks that are lost, and the end of processes that remain. The words of Ray 2.60 are those of its
+"""How lost ranks are described, and the end of processes that remain. The words of Ray 2.60 are those of its
 table of actors. Not covered: several nodes."""
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from miles_like.cluster.lost.errors import LostRank, RanksLostError, lost_ranks_
 from miles_like.cluster.lost.processes import _end, why_died
 
 DIED = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: ..."
+GONE = (
+    "The actor is not schedulable: The node specified via NodeAffinitySchedulingStrategy doesn't exist any more or is "
+    "infeasible, and soft=False was specified."
+)
 NODE = "The actor is dead because its node has died. Node Id: 1f"
 LOST = RanksLostError("train: trainer rank 1", "see logs/", [LostRank(role="trainer", index=1, node="::1", why="died")])
 
 
 def test_a_lost_node_is_told_from_a_dead_process() -> None:
-    assert why_died(NODE) == "its node is lost" and "process died" in why_died(DIED)
+    assert why_died(NODE) == why_died(GONE) == "its node is lost" and "process died" in why_died(DIED)
 
 
 def test_an_error_that_follows_from_lost_ranks_is_told_from_others() -> None:

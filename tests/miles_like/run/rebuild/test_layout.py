@@ -48,7 +48,12 @@ def test_what_does_not_fit_is_refused() -> None:
     with refuses(RuntimeError, "every rollout server", "--resume"):
         plan_on_rest(spread("parallel.dp=2", "parallel.ep=2", "rollout.servers=1"), {0})
     with refuses(RuntimeError, "parallel.pp = 2", "1 of 2 places", "--resume"):
-        plan_on_rest(spread("parallel.dp=1", "parallel.ep=1", "parallel.pp=2", "rollout.servers=2"), {0})
+        plan_on_rest(
+            spread(
+                "parallel.dp=1", "parallel.ep=1", "parallel.pp=2", "parallel.first_stage_layers=1", "rollout.servers=2"
+            ),
+            {0},
+        )
 
 
 @pytest.mark.parametrize(
