@@ -12,6 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+LIFE = 10**9  # weight versions of one life of the trainer's ranks
+
+
+def version_of(step: int, life: int) -> int:
+    """The number under which servers have the weights after `step` steps. life: how often the trainer's ranks were
+    rebuilt in this process: a step that is trained again has another number than before, and a greater one."""
+    return life * LIFE + step
+
+
+def step_of(version: int) -> int:
+    """The inverse of `version_of`, whatever the life."""
+    return version % LIFE
+
 
 class VersionSpan(NamedTuple):
     """Weight version `version` produced [start, end): response tokens, counted from the response's start, or routing

@@ -141,13 +141,16 @@ RULES = {
     "miles_like.supervised": f"{CONTRACTS} rollout.prompts miles_like.config.sections miles_like.algorithms"
     " miles_like.batch miles_like.checkpoint miles_like.loop miles_like.report",
     "miles_like.nodes": "miles_like.stopping miles_like.variables",
+    "miles_like.cluster.lost": "miles_like.nodes",
     "miles_like.cluster": f"{CONTRACTS} quant routing_replay rollout.config rollout.publish rollout.sglang"
-    " megatron_bridge.config megatron_bridge.trainer miles_like.batch miles_like.config.sections miles_like.nodes",
+    " megatron_bridge.config megatron_bridge.trainer miles_like.batch miles_like.cluster.lost"
+    " miles_like.config.sections miles_like.nodes",
     # rollout workers: the driver's side of them, which the loop calls, and their own
     "miles_like.cluster.workers": f"{CONTRACTS} routing_replay rollout.concurrency miles_like.batch"
     " miles_like.checkpoint miles_like.cluster miles_like.loop miles_like.nodes miles_like.report miles_like.storage",
-    # rollout servers that fail and are restarted: states, and the watch beside the loop
-    "miles_like.fleet": f"{CONTRACTS} rollout.episodes rollout.wire",
+    # rollout servers that fail and are restarted: states, and the watch beside the loop. A server cannot join where the
+    # ranks that publish to it are lost, which is no fault of the server
+    "miles_like.fleet": f"{CONTRACTS} rollout.episodes rollout.wire miles_like.cluster.lost",
     "miles_like.alignment.layers": "",
     "miles_like.alignment": f"{CONTRACTS} quant routing_replay rollout.episodes rollout.publish rollout.seeds"
     " rollout.sglang rollout.wire megatron_bridge.config miles_like.algorithms.terms miles_like.batch"
@@ -180,17 +183,20 @@ RULES = {
     " miles_like.check_results miles_like.cluster miles_like.config miles_like.doctor miles_like.nodes"
     " miles_like.pipeline miles_like.planning miles_like.rewards miles_like.staging miles_like.supervised"
     " miles_like.device_table",
-    "miles_like.run.setup": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
-    " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience miles_like.fleet"
-    " miles_like.nodes miles_like.pipeline miles_like.report miles_like.staging miles_like.storage"
+    "miles_like.run.setup": f"{CONTRACTS} quant routing_replay rollout megatron_bridge miles_like.algorithms"
+    " miles_like.batch miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience"
+    " miles_like.fleet miles_like.nodes miles_like.pipeline miles_like.report miles_like.staging miles_like.storage"
     " miles_like.supervised miles_like.rewards miles_like.turns miles_like.alignment",
+    # a run that goes on where it loses ranks or nodes
+    "miles_like.run.rebuild": f"{CONTRACTS} rollout.episodes rollout.prompts megatron_bridge.config"
+    " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.fleet miles_like.loop miles_like.rewards"
+    " miles_like.run.setup",
     "miles_like.run": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
     " miles_like.check_results miles_like.checkpoint miles_like.cluster miles_like.config miles_like.datasets"
-    " miles_like.experience miles_like.fleet miles_like.layout_search miles_like.loop miles_like.pipeline"
-    " miles_like.planning"
-    " miles_like.preflight miles_like.report miles_like.rewards miles_like.run.setup miles_like.simulation"
-    " miles_like.staging miles_like.stopping miles_like.storage miles_like.supervised miles_like.device_table"
-    " miles_like.timing miles_like.turns miles_like.variables miles_like.alignment",
+    " miles_like.experience miles_like.layout_search miles_like.loop miles_like.pipeline miles_like.planning"
+    " miles_like.preflight miles_like.report miles_like.rewards miles_like.run.rebuild miles_like.run.setup"
+    " miles_like.simulation miles_like.staging miles_like.stopping miles_like.storage miles_like.supervised"
+    " miles_like.device_table miles_like.timing miles_like.turns miles_like.variables miles_like.alignment",
     "miles_like.command_errors": "miles_like.stopping",
     # for Python; the commands of the same name call it
     "miles_like.api": f"{CONTRACTS} rollout.server_key rollout.server_url miles_like.alignment"

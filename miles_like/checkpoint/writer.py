@@ -47,6 +47,8 @@ class RunCheckpoints:
     console: Console
     saved: int | None = None  # step of the last complete checkpoint
     fence: Fencing | None = None  # of the run directory, checked before each write
+    # step of a checkpoint -> when its boundary was reached, by time.perf_counter
+    boundaries: dict[int, float] = field(default_factory=dict)
     _saving: RunState | None = field(default=None, init=False)  # of a checkpoint that is not complete yet
     _models_of: int | None = field(default=None, init=False)  # step whose models `save_models` has saved last
     _models_s: float = field(default=0.0, init=False)  # seconds that it took
@@ -69,6 +71,7 @@ class RunCheckpoints:
             await self.save_models(step)
         self._check_fence()
         self._since = time.perf_counter() - self._models_s
+        self.boundaries[step] = self._since
         best = self.best.decide(step)
         if best is not None:
             self.console.print(best, markup=False, soft_wrap=True)

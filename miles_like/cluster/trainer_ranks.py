@@ -20,6 +20,8 @@ from torch import Tensor
 from miles_like.batch.packing import cut_shard
 from miles_like.cluster.actors import Process
 from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
+from miles_like.cluster.lost.errors import LostRank, RanksLostError
+from miles_like.cluster.lost.processes import LOST, actor_id, end_processes, first_deaths, why_died
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.rank import Place, PublisherFactory, Rank, TrainerFactory
 from miles_like.cluster.run_nodes import RunNodes
@@ -29,6 +31,7 @@ from miles_like.nodes.waits import error_message, first_cause, ignore_exception,
 from miles_like.nodes.work import DEFAULT_TIMEOUT_S
 from miles_like.records import AnyBatch, PlannedBatch
 from miles_like.types import PublishReport, Scored, StepReport, TrainBatch
+from routing_replay.versions import version_of
 
 
 class _Rank(Process, Rank):
@@ -60,6 +63,9 @@ class RayTrainer:
     """A `Trainer` whose ranks are Ray actors."""
 
     columns: ColumnSource | None = None  # of batches of records
+    life: int = 0  # of the run's trainer ranks: weights are published as `version_of(step, life)`
+    _under_way: str | None = None  # the call that waits for the ranks
+    _closed = False
 
     put = staticmethod(ray.put)  # for arguments that several ranks share
 
@@ -75,20 +81,27 @@ class RayTrainer:
         """Starts every rank and waits until all have built their model. Raises RuntimeError when one cannot.
 
         timeout_s: least time limit of a call (`CallDeadlines`). When ranks exceed the limit, every rank's stacks are
-        written to its log, RuntimeError names the late ranks, and every further call raises it again.
+        written to its log, RanksLostError names the late ranks, and every further call raises it again. Where the
+        process of a rank has ended, a call raises RanksLostError too.
         """
         self.dp_size = dp_size
         self._deadlines = CallDeadlines(timeout_s)
-        self._stuck: str | None = None
+        self._stuck: RanksLostError | None = None
         self._role = slots[0].role
         self._node_ids = [nodes.of(slot).id for slot in slots]
+        self._addresses = [nodes.of(slot).address for slot in slots]
         self._logs = [(log_dir / f"{s.role}_rank{s.index}.log").resolve() for s in slots]
         self._pids: list[int] = []
         self._ranks = [nodes.start(_Rank, s, log) for s, log in zip(slots, self._logs, strict=True)]
         world = len(slots)
-        self._pids = self._call_first("pid", [()] * world)
-        ((host, port),) = self._call_first("address", [()])
-        self._places: list[Place] = self._call_first("start", [(factory, i, world, host, port) for i in range(world)])
+        try:
+            self._pids = self._call_first("pid", [()] * world)
+            ((host, port),) = self._call_first("address", [()])
+            started = [(factory, i, world, host, port) for i in range(world)]
+            self._places: list[Place] = self._call_first("start", started)
+        except RuntimeError:
+            self.end()
+            raise
         self._version = 0
 
     def connect(self, factory: PublisherFactory) -> None:
@@ -172,8 +185,9 @@ class RayTrainer:
 
     async def publish(self, *, version: int) -> PublishReport:
         self._version = version
-        report: PublishReport = (await self._all("publish", [(version,)] * len(self._ranks)))[0]
-        return report
+        served = version_of(version, self.life)
+        report: PublishReport = (await self._all("publish", [(served,)] * len(self._ranks)))[0]
+        return replace(report, version=version)
 
     async def save(self, path: Path, *, asynchronous: bool = False) -> None:
         await self._all("save", [(path.resolve(), asynchronous)] * len(self._ranks))
@@ -197,8 +211,28 @@ class RayTrainer:
         await self._all("wake", [()] * len(self._ranks))
 
     async def close(self) -> None:
+        self._closed = True
         for rank in self._ranks:
             ray.kill(rank)
+
+    async def lost(self) -> RanksLostError:
+        """Waits until the process of a rank has ended, whether or not a call waits for it. Never returns once the ranks
+        are closed."""
+        numbers = {actor_id(rank): i for i, rank in enumerate(self._ranks)}
+        found = await first_deaths(numbers)
+        if self._closed:
+            await asyncio.Event().wait()
+        lost = [self._lost_rank(numbers[actor], why) for actor, why in found.items()]
+        return self._lost_error(self._under_way, sorted(lost, key=lambda one: one.index))
+
+    def end(self) -> list[str]:
+        """Kills the processes of all ranks, also those stopped by a signal, and waits until they have ended, 20 s at
+        most. Returns the names of those that remain."""
+        self._closed = True
+        left = end_processes(self._node_ids, self._pids)
+        for rank in self._ranks:
+            ray.kill(rank)
+        return [f"{self._role} rank {i} on node {self._addresses[i]}" for i in left]
 
     def _ship(self, batch: TrainBatch) -> _Shipped:
         """Put a batch into the object store: for each rank its DP shard without routes, then its part of the shard's
@@ -256,15 +290,20 @@ class RayTrainer:
         try:
             if await timed_out(answers, limit):
                 late = [i for i, answer in enumerate(answers) if not answer.done()]
-                raise RuntimeError(await asyncio.to_thread(self._timeout_message, method, late, limit))
+                raise await asyncio.to_thread(self._timed_out, method, late, limit)
             for answer in answers:
                 if answer.done():
                     answer.result()  # raises where it failed; the others may not have answered yet
             self._deadlines.note(method, time.monotonic() - began)
             return [answer.result() for answer in answers]
         except RayError as e:
-            raise RuntimeError(f"{method}: {error_message(await root_cause(e, answers))}") from None
+            cause = await root_cause(e, answers)
+            dead = {i: e for i, a in enumerate(answers) if a.done() and isinstance(e := a.exception(), LOST)}
+            if dead:
+                raise self._lost_error(method, [self._lost_rank(i, why_died(e)) for i, e in dead.items()]) from None
+            raise RuntimeError(f"{method}: {error_message(cause)}") from None
         finally:
+            self._under_way = None
             for answer in answers:
                 answer.cancel()
 
@@ -277,27 +316,40 @@ class RayTrainer:
             done, left = ray.wait(left, num_returns=1, timeout=max(0.0, began + limit - time.monotonic()))
             if not done:
                 late = [refs.index(ref) for ref in left]
-                raise RuntimeError(self._timeout_message(method, late, limit))
+                raise self._timed_out(method, late, limit)
             try:
                 ray.get(done[0])
             except RayError as e:
                 i, cause = first_cause(refs.index(done[0]), e, refs)
+                if isinstance(cause, LOST):
+                    raise self._lost_error(method, [self._lost_rank(i, why_died(cause))]) from None
                 raise RuntimeError(f"{self._role} rank {i}: {error_message(cause)}") from None
+        self._under_way = None
         self._deadlines.note(method, time.monotonic() - began)
         out: list[Any] = ray.get(refs)
         return out
 
     def _begin_call(self, method: str) -> tuple[float, float]:
-        """(current time, time limit) in seconds. Raises RuntimeError after an earlier call exceeded its limit."""
+        """(current time, time limit) in seconds. Raises RanksLostError after an earlier call exceeded its limit."""
         if self._stuck is not None:
-            raise RuntimeError(self._stuck)
+            raise self._stuck
+        self._under_way = method
         return time.monotonic(), self._deadlines.limit(method)
 
-    def _timeout_message(self, method: str, late: list[int], limit: float) -> str:
-        """Keep the stacks of all ranks and of this process; return the message that names the late ranks, and the one
+    def _lost_rank(self, i: int, why: str) -> LostRank:
+        return LostRank(role=self._role, index=i, node=self._addresses[i], why=why)
+
+    def _lost_error(self, method: str | None, lost: Sequence[LostRank]) -> RanksLostError:
+        """method: the call that was under way; None: the ranks were idle."""
+        named = ", ".join(f"{one.role} rank {one.index} on node {one.node}: {one.why}" for one in lost)
+        during = "between two calls" if method is None else method
+        return RanksLostError(f"{during}: {named}", "see logs/ in the run directory, then run again", lost)
+
+    def _timed_out(self, method: str, late: list[int], limit: float) -> RanksLostError:
+        """Keep the stacks of all ranks and of this process; return the error that names the late ranks, and the one
         that the others wait for."""
-        late_ranks = f"{self._role} {format_ranks(late)} of {len(self._ranks)}"
-        what = f"{method}: {late_ranks} did not answer within {limit:g} s"
+        why = f"did not answer within {limit:g} s"
+        what = f"{method}: {self._role} {format_ranks(late)} of {len(self._ranks)} {why}"
         found = write_stacks(self._node_ids, self._pids, self._logs)
         root, logs = root_of(found), self._logs[0].parent
         named = {f"{self._role} rank {i}": found[i] for i in sorted(found)}
@@ -306,8 +358,9 @@ class RayTrainer:
         if found:
             of_driver = "" if report is None else f", and with the driver's in {report}"
             stacks = f"the stacks of all ranks are at the end of {logs}/{self._role}_rank*.log{of_driver}"
-        self._stuck = (
-            f"{what}{root and '; '}{root}: {stacks}; {cluster_gist()}; raise cluster.timeout_s if the work was only "
-            "slow, and run again"
+        self._stuck = RanksLostError(
+            f"{what}{root and '; '}{root}",
+            f"{stacks}; {cluster_gist()}; raise cluster.timeout_s if the work was only slow, and run again",
+            [self._lost_rank(i, why) for i in late],
         )
         return self._stuck

@@ -7,18 +7,22 @@
     pools <---- healthy <------ joins: one full publication, hashes, known text <------ stale
 
 A server joins while the weights of the trainer are those that the others serve: from the end of a publication until
-the next training begins (`open`, `close`), or at any time where publications do not need the trainer. While a
+the next training begins (`settled`, `close`), or at any time where publications do not need the trainer. While a
 publication goes on no server is started, so that none answers to requests that were meant for the one before it.
+
+The fleet outlives the trainer's ranks (miles_like.run.rebuild). What publishes to servers and sends them requests is
+of one life of the ranks (`Users`); between two lives servers are watched and restarted, and none joins.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from miles_like.cluster.lost.errors import RanksLostError
 from miles_like.fleet.control import ControlFiles, Request
 from miles_like.fleet.health import HealthError, look_at
 from miles_like.fleet.roster import Roster, Server, of_urls
@@ -30,13 +34,10 @@ from rollout.wire import endpoints
 _TICK_S = 1.0  # between two looks at processes
 _STARTING_S = 0.2  # between two looks at one that starts
 REMOVED = "a user has removed it"
-_HEALTH = " health"
+_HEALTH, _JOIN = " health", "join"
 _ABORT_S = 10.0  # for the samples of a server that is removed to come back unfinished
 _UP = (State.HEALTHY, State.SUSPECT, State.STALE)  # states of a server with a process that has answered
 T = TypeVar("T")
-
-
-async def _nothing(url: str) -> None: ...
 
 
 class Progress(Protocol):
@@ -69,33 +70,47 @@ class Processes(Protocol):
         """Begins another server. Raises ValueError where there is no place for it."""
 
 
+class Users(Protocol):
+    """What publishes to servers and sends them requests, during one life of the trainer's ranks."""
+
+    def connect(self, urls: Sequence[str], joins: bool) -> None:
+        """Creates every rank's publisher to some of the servers. joins: they join at a version that others serve."""
+
+    async def publish_version(self, version: int) -> PublishReport:
+        """Publishes to the servers that are connected."""
+
+    async def join_version(self, urls: Collection[str]) -> Sequence[ServerFault]:
+        """Brings servers up to the current version. Returns what is wrong with which. Raises RanksLostError, and
+        RuntimeError or ValueError of the servers."""
+
+    def admit(self, url: str) -> None:
+        """Makes clients of a further server."""
+
+    def tell(self, urls: Collection[str]) -> None:
+        """Gets the servers that serve, for other processes that send them requests."""
+
+    async def abort(self, url: str) -> None:
+        """Ends all requests on a server that is removed."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Fleet:
-    """connect: creates every rank's publisher to some of the servers; joins: they join at a version that others serve.
-    publish_version: publishes to the servers that are connected. join_version: brings servers up to the current
-    version; returns what is wrong with which. admit: makes clients of a further server. tell: gets the servers that
-    serve, for other processes that send them requests. needs_trainer: publications send the trainer's weights as they
-    are now, not files. abort: ends all requests on a server that is removed.
-    """
+    """needs_trainer: publications send the trainer's weights as they are now, not files."""
 
     roster: Roster
     processes: Processes
     serving: Serving
     files: ControlFiles
-    connect: Callable[[Sequence[str], bool], None]
-    publish_version: Callable[[int], Awaitable[PublishReport]]
-    admit: Callable[[str], None]
-    tell: Callable[[Collection[str]], None]
     needs_trainer: bool
     health_every_s: float
     health_timeout_s: float
-    paused_health: str = endpoints.MODEL_INFO  # asked while a publication goes on, where /health may generate a token
+    paused_health: str = endpoints.MODEL_INFO  # asked of servers that are paused, where /health may generate a token
     tick_s: float = _TICK_S
-    abort: Callable[[str], Awaitable[None]] = _nothing
-    join_version: Callable[[Collection[str]], Awaitable[Sequence[ServerFault]]] | None = None
+    _users: Users | None = field(default=None, init=False)  # None: between two lives of the trainer's ranks
     _connected: frozenset[str] = field(default=frozenset(), init=False)
     targets: frozenset[str] = field(default=frozenset(), init=False)  # of the publication that goes on, or was last
     _publishing: bool = field(default=False, init=False)
+    _paused: bool = field(default=False, init=False)  # by a publication that goes on, or that lost its ranks
     _open: bool = field(default=False, init=False)
     _joining: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
@@ -108,8 +123,38 @@ class Fleet:
     def begin(self, urls: Sequence[str], version: int) -> None:
         """Call once, with the servers of the run, which have just loaded the weights `version`."""
         self.roster.changed = self._changed
-        self._connected = self.targets = frozenset(urls)
         self.roster.start(urls, version)
+
+    # ---- lives of the trainer's ranks
+
+    def attach(self, users: Users, urls: Collection[str]) -> None:
+        """A life of the ranks begins, whose `users` are connected to the servers at `urls` and have clients of them."""
+        self._users, self._connected, self.targets = users, frozenset(urls), frozenset(urls)
+        for server in self.roster:
+            if server.url and server.url not in urls:  # added since
+                users.admit(server.url)
+        self._serve()
+
+    async def detach(self) -> None:
+        """It ends: nothing is published to servers until the next one. Those that serve keep their state."""
+        self._users, self._open, self._publishing = None, False, False
+        if (join := self._tasks.pop(_JOIN, None)) is not None:
+            join.cancel()
+            await asyncio.wait({join})
+
+    @property
+    def _of_life(self) -> Users:
+        if self._users is None:
+            raise RuntimeError("publication before `attach`")
+        return self._users
+
+    def lose(self, numbers: Collection[int], why: str) -> None:
+        """The nodes of these servers are lost: they are not started again."""
+        for server in self.roster:
+            if server.number in numbers and server.state is not State.RETIRED:
+                if server.state is not State.DEAD:
+                    self.roster.move(server, Event.FAILED, why)
+                self.roster.move(server, Event.GIVEN_UP, why)
 
     # ---- publications
 
@@ -119,7 +164,7 @@ class Fleet:
         await self.close()
         while not (urls := self.roster.urls(State.HEALTHY) or self.roster.urls(State.STALE)):
             await self._change()
-        self._publishing = True
+        self._publishing = self._paused = True
         for server in self.roster:
             if server.state is State.SUSPECT and server.url not in urls:
                 self.roster.move(server, Event.OUTDATED, "the publication does not wait for it")
@@ -129,18 +174,18 @@ class Fleet:
 
     def _connect(self, urls: Sequence[str], *, joins: bool) -> None:
         self._connected = frozenset() if joins else frozenset(urls)
-        self.connect(urls, joins)
+        self._of_life.connect(urls, joins)
 
     async def publish(self, version: int, urls: Collection[str]) -> PublishReport:
         """Publishes to some of the targets."""
         if frozenset(urls) != self._connected:
             self._connect([url for url in self.roster.urls(*State) if url in urls], joins=False)
-        return await self.publish_version(version)
+        return await self._of_life.publish_version(version)
 
     async def join(self, version: int, urls: Collection[str]) -> PublishReport:
         """Publishes to servers that were started since, by one full load."""
         self._connect([url for url in self.roster.urls(*State) if url in urls], joins=True)
-        return await self.publish_version(version)
+        return await self._of_life.publish_version(version)
 
     def leave_out(self, faults: Sequence[ServerFault]) -> None:
         """Sends these servers no further request until they are verified."""
@@ -165,7 +210,7 @@ class Fleet:
     async def settled(self) -> None:
         """Call when a publication is over and its servers are verified: waits until at least one is healthy. Raises
         RuntimeError where no server is left."""
-        self._publishing, self._open = False, True
+        self._publishing, self._paused, self._open = False, False, True
         self._serve()  # also those that another process left out, and that answer
         await self._join_stale()
         while not self.roster.urls(State.HEALTHY):
@@ -181,13 +226,20 @@ class Fleet:
     async def _join_stale(self) -> None:
         async with self._joining:
             urls = self.roster.urls(State.STALE)
-            if not urls or not self._open or self.join_version is None:
+            if not urls or not self._open or self._users is None:
                 return
             try:
-                faults = await self.join_version(urls)
+                faults = await self._users.join_version(urls)
+            except RanksLostError:  # with which this life ends
+                raise
             except (RuntimeError, ValueError) as e:  # of these servers: no others were asked
                 faults = [ServerFault(url, str(e), answers=True) for url in urls]
             self.fail(faults)
+
+    async def _join_beside(self) -> None:
+        """The ranks' next call raises what this one ignores, or their watch."""
+        with contextlib.suppress(RanksLostError):
+            await self._join_stale()
 
     def metrics(self) -> Mapping[str, float]:
         reissued, self.serving.reissued = self.serving.reissued, 0
@@ -229,7 +281,7 @@ class Fleet:
             if (shortage := self.roster.shortage()) is not None:
                 self.serving.end(shortage)
                 raise RuntimeError(shortage)
-            self._start("join", self._join_stale, wanted=self._open and bool(self.roster.urls(State.STALE)))
+            self._start(_JOIN, self._join_beside, wanted=self._open and bool(self.roster.urls(State.STALE)))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.tick_s):
                     await self._change()
@@ -269,7 +321,7 @@ class Fleet:
             if server.state is State.HEALTHY:
                 self.roster.move(server, Event.SILENT, why)
 
-        path = self.paused_health if self._publishing else endpoints.HEALTH
+        path = self.paused_health if self._paused else endpoints.HEALTH
         try:
             answers = await look_at(server.url, path, self.health_timeout_s, silent)
         except HealthError as e:
@@ -289,10 +341,10 @@ class Fleet:
 
     async def _halt(self, server: Server) -> None:
         """What was in flight on a server that is dead goes to others as soon as its connections are closed."""
-        if server.why == REMOVED:
+        if server.why == REMOVED and self._users is not None:
             with contextlib.suppress(TimeoutError, RuntimeError):
                 async with asyncio.timeout(_ABORT_S):
-                    await self.abort(server.url)
+                    await self._users.abort(server.url)
         await asyncio.to_thread(self.processes.halt, server.number)
         self._halted.add(server.number)
 
@@ -314,7 +366,8 @@ class Fleet:
             return
         if not server.url:
             server.url = found.url
-            self.admit(found.url)
+            if self._users is not None:
+                self._users.admit(found.url)
         self._silent.pop(server.number, None)
         self.roster.move(server, Event.UP, "its process answers")
 
@@ -372,7 +425,8 @@ class Fleet:
     def _serve(self) -> None:
         urls = self.roster.urls(State.HEALTHY)
         self.serving.serve(urls)
-        self.tell(urls)
+        if self._users is not None:
+            self._users.tell(urls)
 
     def _changed(self) -> None:
         self._serve()

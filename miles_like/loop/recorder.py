@@ -112,6 +112,7 @@ class Recorder:
     tokens_total: int = 0  # response tokens trained since the run began
     earlier_s: float = 0.0  # `wall_s` of the row that the run resumes after
     started: float = field(default_factory=time.perf_counter)
+    once: Mapping[str, float] = field(default_factory=dict)  # metrics of the next step's row only
 
     def start(self) -> None:
         """Start the clock of the metric `wall_s`, which continues from the checkpoint's value."""
@@ -181,6 +182,7 @@ class Recorder:
         for t in record.taken:
             self.ledger.train(done, t.group_id, t.group)
         self.store.release([t.group for t in record.taken])
+        row, self.once = {**row, **self.once}, {}
         if self.curriculum is not None:
             row = {**row, **self.curriculum.observe([r for t in record.taken for r in t.stats.rewards])}
         self.write_end(done, row)

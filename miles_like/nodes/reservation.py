@@ -17,7 +17,8 @@ import subprocess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -35,6 +36,7 @@ from miles_like.nodes.members import (
     cluster_gist,
     format_nodes,
     free_gpus,
+    living_nodes,
     suitable_nodes,
 )
 from miles_like.nodes.scratch import scratch_directory
@@ -55,10 +57,19 @@ class Reservation:
     nodes: tuple[Node, ...]
     facts: tuple[NodeFacts, ...]
     group: PlacementGroup | None = None  # None: a run on CPU, which reserves nothing
+    spares: tuple[Reservation, ...] = ()  # of nodes that took the place of lost ones
     holders: tuple[Any, ...] = field(default=(), repr=False)
+
+    def with_spare(self, number: int, spare: Reservation) -> Reservation:
+        """With the node of `spare` as node `number`."""
+        nodes, facts = list(self.nodes), list(self.facts)
+        (nodes[number],), (facts[number],) = spare.nodes, spare.facts
+        return replace(self, nodes=tuple(nodes), facts=tuple(facts), spares=(*self.spares, spare))
 
     def release(self) -> None:
         """Gives the GPUs back. Ray does so by itself when the driver ends."""
+        for spare in self.spares:
+            spare.release()
         for holder in self.holders:
             ray.kill(holder)
         if self.group is not None:
@@ -103,6 +114,30 @@ def reserve(
         time.sleep(min(1.0, limit.left()) if when_busy == "refuse" else 1.0)
         if when_busy == "queue":
             limit.began += time.monotonic() - found
+
+
+def spare_node(
+    held: Sequence[Node], gpus_per_node: int, *, run: str, sees: Path, timeout_s: float
+) -> Reservation | None:
+    """A node of the cluster beside `held` with as many GPUs free, which are reserved, and that sees the directory
+    `sees`; None: there is none. run, timeout_s: as of `reserve`. Raises RuntimeError as `reserve`."""
+    limit, taken, free = _Limit(timeout_s), {node.id for node in held}, free_gpus()
+    name = f"{_NAME}{run!r} of process {os.getpid()} on {socket.gethostname()}"
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(os.path.isdir)
+    for node in living_nodes():
+        if node.id in taken or free.get(node.id, 0) < gpus_per_node:
+            continue
+        try:
+            seen = ray.get(task.options(scheduling_strategy=on_node(node.id)).remote(str(sees)), timeout=_GROUP_S)
+        except RayError:
+            continue
+        if not seen:
+            continue
+        if not gpus_per_node:
+            return Reservation(nodes=(node,), facts=_facts_on_cpu([node], limit))
+        if (group := _create([node], gpus_per_node, name, limit)) is not None:
+            return _held([node], group, gpus_per_node, limit)
+    return None
 
 
 class _Limit:

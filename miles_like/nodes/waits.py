@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -84,21 +85,28 @@ async def root_cause(error: RayError, answers: Sequence[asyncio.Future[Any]]) ->
     arrive first."""
     if not (isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError)):
         return error
-    done, _ = await asyncio.wait(answers, timeout=_DEATH_IS_KNOWN_S)
-    return next((e for a in done if isinstance(e := a.exception(), RayActorError)), error)
+    deadline, waiting = time.monotonic() + _DEATH_IS_KNOWN_S, set(answers)
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        for answer in done:
+            if isinstance(e := answer.exception(), RayActorError):
+                return e
+    return error
 
 
 def first_cause(number: int, error: RayError, refs: Sequence[ray.ObjectRef[Any]]) -> tuple[int, RayError]:
     """As `root_cause`, without an event loop: (number of the call, its error). number: of the call that has failed."""
     if not (isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError)):
         return number, error
-    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_DEATH_IS_KNOWN_S)
-    for ref in done:
-        try:
-            with contextlib.suppress(RayTaskError):
-                ray.get(ref)
-        except RayActorError as e:
-            return list(refs).index(ref), e
+    deadline, waiting = time.monotonic() + _DEATH_IS_KNOWN_S, list(refs)
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+        for ref in done:
+            try:
+                with contextlib.suppress(RayTaskError):
+                    ray.get(ref)
+            except RayActorError as e:
+                return list(refs).index(ref), e
     return number, error
 
 

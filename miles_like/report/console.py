@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -64,13 +64,19 @@ class ConsoleSink:
     """One line per step, a warning where one begins, and a summary when closed. Plain text without a terminal.
 
     rows: of the steps before, where a run resumes; they are in the summary and are not printed again. run_dir: is named
-    below the summary.
+    below the summary. ends: whether the run ends when this is closed, and has a summary.
     """
 
     def __init__(
-        self, *, steps: int, console: Console | None = None, rows: Rows = (), run_dir: Path | None = None
+        self,
+        *,
+        steps: int,
+        console: Console | None = None,
+        rows: Rows = (),
+        run_dir: Path | None = None,
+        ends: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._steps, self._run_dir = steps, run_dir
+        self._steps, self._run_dir, self._ends = steps, run_dir, ends
         self._console = console or Console(highlight=False)
         self._rows, self._earlier = [dict(row) for row in rows], len(rows)
         self._warner = Warner()
@@ -91,7 +97,7 @@ class ConsoleSink:
             )
 
     def close(self) -> None:
-        if len(self._rows) > self._earlier:
+        if len(self._rows) > self._earlier and self._ends():
             self._console.print(summary_table(self._rows))
             if self._run_dir is not None:
                 where = f"{'':12}all metrics: miles-like report {self._run_dir} --all"

@@ -22,7 +22,8 @@ from miles_like.config.run import RunConfig
 from miles_like.protocols import TrainerRanks
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.trainer_side import packer
-from miles_like.types import Prompt, PublishReport
+from miles_like.types import Prompt, PublishReport, ServerLost
+from rollout.episodes.serving import Serving
 from rollout.seeds import seed_of
 from rollout.sglang.client import ServerClient
 
@@ -96,12 +97,22 @@ def _settings_of_gaps(c: RunConfig, text: Tensor) -> str:
     return hashlib.sha256(json.dumps([*parts, text.tolist()], sort_keys=True).encode()).hexdigest()
 
 
-async def check_bits(rollout: RolloutSide, trainer: TrainerRanks, clients: Sequence[ServerClient]) -> None:
+async def check_bits(
+    rollout: RolloutSide, trainer: TrainerRanks, clients: Sequence[ServerClient], serving: Serving | None = None
+) -> None:
     """With `alignment.deterministic` on CPU ranks: raises ValueError, as `check_same_bits`, where trainer and servers
-    do not compute the same bits. No other run is checked."""
+    do not compute the same bits. No other run is checked. serving: which servers are asked, and which of them are lost
+    is noted there; None: all."""
     c = rollout.plan.config
     if (shards := c.tp_shards) and c.bit_exact:
-        infos = {client.url: await client.server_info() for client in clients}
+        infos = {}
+        for client in clients if serving is None else [c for c in clients if c in serving]:
+            try:
+                infos[client.url] = await client.server_info()
+            except ServerLost as e:
+                if serving is None:
+                    raise
+                serving.lose(client, e)
         check_same_bits(trainer.fingerprint(), infos, tp_shards=shards, dtype=rollout.plan.model.trainer.params_dtype)
 
 

@@ -26,7 +26,6 @@ from miles_like.cluster.workers.values import HeldValues
 from miles_like.experience.experience import Experience, OwnValues, Scorer, TokenValues
 from miles_like.experience.held_teachers import HeldTeachers
 from miles_like.experience.teachers import Teachers
-from miles_like.fleet.fleet import Fleet
 from miles_like.loop.buffer import DataBuffer
 from miles_like.loop.controller import Controller
 from miles_like.loop.evaluation import Evaluator, HeldOut, held_out
@@ -43,8 +42,10 @@ from miles_like.report.health import repeated
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import OUTAGE_S, Rewards
 from miles_like.run.alignment import check_bits, server_checks
+from miles_like.run.rebuild.ranks import RunRanks, start_ranks
+from miles_like.run.rebuild.rebuilding import RebuildingRun
 from miles_like.run.setup.delivery import DirectoryDelivery, TrainerPublication, publication_of
-from miles_like.run.setup.fleet import RunningServers, ServerUses, run_fleet
+from miles_like.run.setup.fleet import LifeUsers, RunningServers
 from miles_like.run.setup.launcher import Launcher, freeze_gc, ready
 from miles_like.run.setup.model_plan import ModelPlan, run_algorithm
 from miles_like.run.setup.rollout_side import RolloutSide
@@ -55,7 +56,7 @@ from miles_like.run.setup.turn_taking import TurnTaking, release_servers, releas
 from miles_like.run.setup.worker_side import tokens_of
 from miles_like.stopping import Deadline, StopRequest, command_began, run_to_end
 from miles_like.turns.users import TurnAnswers, TurnFeed
-from miles_like.types import GREEDY, PublishReport, SampleGroup, ServerLost
+from miles_like.types import GREEDY, PublishReport, SampleGroup
 from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.pool import EnginePool
 from rollout.episodes.runner import EpisodeRunner
@@ -121,11 +122,10 @@ def train(
             if plan.config.takes_turns:  # before the trainer is built, which needs the memory
                 run_to_end(release_servers(rollout, servers.wait(say)))
                 say(released(plan.config))
-            trainer, critic = launcher.trainer(plan, algorithm.loss), launcher.critic(plan)
-            reference = launcher.reference(plan, algorithm.loss)
+            ranks = start_ranks(launcher, plan, algorithm.loss)
             urls = servers.wait(say)
         teachers.wait(say)
-        say(ready(plan, len(urls), time.perf_counter() - started, critic=critic is not None))
+        say(ready(plan, len(urls), time.perf_counter() - started, critic=ranks.critic is not None))
         c = plan.config.train
         for sentence in repeated(len(prompts.source), steps=c.steps, groups=c.groups_per_step):
             say(sentence)
@@ -138,15 +138,13 @@ def train(
             files=files,
             resumed=resumed,
             teachers=teachers,
-            trainer=trainer,
-            critic=critic,
-            reference=reference,
+            **ranks._asdict(),
             console=console,
             launcher=launcher,
             controller=controller,
         )
         with servers.naming_failures(), teachers.naming_failures():
-            run_to_end(run.loop(urls), run.stop, plan.config.checkpoint.grace_s)
+            run_to_end(run.through_losses(urls), run.stop, plan.config.checkpoint.grace_s)
     files.end()
 
 
@@ -163,7 +161,7 @@ def _say(console: Console, text: str) -> None:
     console.print(f"{'':12}{text}", markup=False, soft_wrap=True)
 
 
-class TrainingRun:
+class TrainingRun(RebuildingRun):
     """A run whose processes are up: composes the objects of the loop, and closes them."""
 
     def __init__(
@@ -185,76 +183,74 @@ class TrainingRun:
         controller: type[Controller] = Controller,
     ) -> None:
         self.launcher = launcher
-        self.plan, self.config = rollout.plan, rollout.plan.config
         self.rollout, self.algorithm, self.prompts, self.files = rollout, algorithm, prompts, files
         self.servers, self.runner = servers, runner
         self.resumed, self.teachers, self.console = resumed, teachers, console
-        self._ranks: dict[str, RayTrainer] = {"trainer": trainer} | ({} if critic is None else {"critic": critic})
-        self.models: Mapping[str, TrainerRanks] = self._ranks
-        self.reference = reference
-        self._taking: TurnTaking | None = None
-        self.serving: Serving | None = None  # None: all servers serve, and the run ends with the first that fails
-        self.fleet: Fleet | None = None
-        self.values: TokenValues = OwnValues()
-        self.publication: TrainerPublication | DirectoryDelivery  # `loop` makes it
+        self.publication: TrainerPublication | DirectoryDelivery  # `run` makes it
         self.controller = controller
         self.stop = StopRequest()
-        self.deadline = Deadline(self.stop, self.config.checkpoint.deadline_s, began=command_began())
+        self.deadline = Deadline(self.stop, rollout.plan.config.checkpoint.deadline_s, began=command_began())
+        self.attach(RunRanks(trainer, critic, reference))
+
+    def attach(self, ranks: RunRanks) -> None:
+        """Begins a life with these ranks."""
+        self.plan, self.config = self.rollout.plan, self.rollout.plan.config
+        critic = {} if ranks.critic is None else {"critic": ranks.critic}
+        self._ranks, self.reference = {"trainer": ranks.trainer} | critic, ranks.reference
+        self.models: Mapping[str, TrainerRanks] = self._ranks
+        self._taking: TurnTaking | None = None
+        self.values: TokenValues = OwnValues()
 
     @property
     def trainer(self) -> TrainerRanks:
         return self.models["trainer"]
 
-    async def loop(self, urls: Sequence[str]) -> None:
-        """Checks that the servers at `urls` agree with the trainer, then runs the loop to its end and closes
-        everything.
+    @property
+    def serving(self) -> Serving | None:
+        """Which servers get requests; None: all."""
+        return None if self.fleet is None else self.fleet.serving
+
+    async def run(self) -> None:
+        """Checks that the servers agree with the trainer, then runs the loop to its end and closes everything.
 
         Raises ValueError where they differ by more than the precision explains; otherwise as `Controller.run`.
         """
-        c = self.config
-        clients = [self.rollout.client(url) for url in urls]
-        watched = c.rollout.loses_servers and not c.takes_turns
-        self.serving = Serving(urls, self._lost, limit_s=c.cluster.timeout_s) if watched else None
-        pool = EnginePool(clients, self.serving)
-        # the state of an episode and of a user's generate function is not saved: they begin again after a resume
-        unfinished = PartialRollouts(pool, keep_groups=not c.rollout.has_episode_runner)
-        engine = answering(self.runner, unfinished, self.algorithm)
-        workers = await self.workers(urls, goes_on=watched)
-        if c.takes_turns:
-            self._taking = TurnTaking(self.rollout, urls, self._ranks, workers or unfinished)
-            self.models = self._taking.models
-            await self._taking.start()
-        await check_bits(self.rollout, self.trainer, clients)
-        turns = None if self._taking is None else self._taking.turns
-        checked = clients if turns is None else [self.rollout.client(url, turns=turns) for url in urls]
-        eval_clients = [self.rollout.client(url, routing=False, turns=turns) for url in urls]
-        self.publication = publication_of(self.rollout, self.trainer, urls, goes_on=watched)
-        packs = packer(self.plan, self.trainer.dp_size, replayed=False, balanced=True)
-        prompts = self.prompts.source.all()
-        teachers = self.teachers.teachers(self.trainer, eval_clients, packs, prompts, self.serving)
-        await teachers.start()  # before a publication: some are loaded by the trainer, which may sleep afterwards
-        if self.serving is not None:
-            self.fleet = run_fleet(
-                self.rollout,
-                self.servers,
-                self.serving,
-                urls=urls,
-                version=self.resumed.state.weight_version if self.resumed else 0,
-                publication=self.publication,
-                uses=ServerUses(pool=pool, clients=(clients, eval_clients), tell=workers and workers.serve),
-                say=partial(_say, self.console),
+        c, urls, serving = self.config, [*self.urls.values()], self.serving
+        async with contextlib.AsyncExitStack() as closing:
+            closing.push_async_callback(self._close_ranks)
+            clients = [self.rollout.client(url) for url in urls]
+            pool = EnginePool(clients, serving)
+            # the state of an episode and of a user's generate function is not saved: they begin again after a resume
+            unfinished = PartialRollouts(pool, keep_groups=not c.rollout.has_episode_runner)
+            engine = answering(self.runner, unfinished, self.algorithm)
+            closing.push_async_callback(engine.close)
+            if (workers := await self.workers()) is not None:
+                closing.push_async_callback(workers.close)
+            if c.takes_turns:
+                self._taking = TurnTaking(self.rollout, urls, self._ranks, workers or unfinished)
+                closing.push_async_callback(self._taking.close)
+                self.models = self._taking.models
+                await self._taking.start()
+            await check_bits(self.rollout, self.trainer, clients, serving)
+            turns = None if self._taking is None else self._taking.turns
+            checked = clients if turns is None else [self.rollout.client(url, turns=turns) for url in urls]
+            eval_clients = [self.rollout.client(url, routing=False, turns=turns) for url in urls]
+            closing.push_async_callback(lambda: EnginePool([*eval_clients, *checked]).close())  # also of added servers
+            self.publication = publication_of(
+                self.rollout, self.trainer, urls, goes_on=self.fleet is not None, life=self.life
             )
-        checks = self.checks(checked)
-        sampler = workers or self.sampler(engine, unfinished, teachers)
-        used = (self.prompts.rewards, workers, engine, self._taking, teachers)
-        main = self.steps(sampler, workers or unfinished, checks, self.teaching(teachers), eval_clients)
-        try:
-            await (main if self.fleet is None else self.fleet.beside(main))
-        finally:
-            closed = (*used, EnginePool([*eval_clients, *checked]), *self.models.values(), self.reference)
-            for one in closed:
-                if one is not None:
-                    await one.close()
+            packs = packer(self.plan, self.trainer.dp_size, replayed=False, balanced=True)
+            teachers = self.teachers.teachers(self.trainer, eval_clients, packs, self.prompts.source.all(), serving)
+            closing.push_async_callback(teachers.close)
+            await teachers.start()  # before a publication: some are loaded by the trainer, which may sleep afterwards
+            checks = self.checks(checked)
+            if self.fleet is not None:
+                told = None if workers is None else workers.serve
+                users = LifeUsers(self.rollout, self.publication, checks, pool, (clients, eval_clients), told)
+                self.fleet.attach(users, urls)
+                closing.push_async_callback(self.fleet.detach)
+            sampler = workers or self.sampler(engine, unfinished, teachers)
+            await self.steps(sampler, workers or unfinished, checks, self.teaching(teachers), eval_clients)
 
     async def steps(
         self,
@@ -284,14 +280,25 @@ class TrainingRun:
             )
             loop = self.compose(sampler, partial, evaluator, checks, teaching, first)
             freeze_gc()
+            self.go_on(loop.recorder, first)
             try:
                 await loop.run(first=first, steps=c.train.steps, resumed=self.resumed is not None)
                 if loop.feed.producer.ended and (loop.saver.checkpoints.saved or 0) < c.train.steps:
-                    self.console.print(f"{'':12}All prompts are used: data.epochs = {c.data.epochs}")
+                    self.say(f"All prompts are used: data.epochs = {c.data.epochs}")
+            except BaseException as e:
+                self.files.ends = not self.goes_on(e)
+                raise
             finally:
                 self.deadline.close()
-                self.console.print(f"{'':12}{loop.recorder.ledger.close()}", markup=False, soft_wrap=True)
+                summary = loop.recorder.ledger.close()
+                if self.files.ends:
+                    self.say(summary)
                 loop.recorder.sink.close()
+
+    async def _close_ranks(self) -> None:
+        for one in (*self.models.values(), self.reference):
+            if one is not None:
+                await one.close()
 
     async def publish_first(self, checks: RunChecks) -> tuple[int, PublishReport | None]:
         """(number of the first step, the report of the publication before it). A resumed run loads its checkpoint and
@@ -303,25 +310,18 @@ class TrainingRun:
             await checks.before_publication()
             return step, await self.publication.publish(step)
         # codes written by another quantizer may differ from those that this quantizer gives for the same values
-        first = self.config.precision.qat or self.config.takes_turns
+        # after a loss the servers have weights that are not trained yet
+        first = self.config.precision.qat or self.config.takes_turns or self.life > 0
         await checks.before_publication()
         return 0, await self.publication.publish(0) if first else None
 
-    def _lost(self, url: str, error: ServerLost) -> None:
-        if self.fleet is not None:
-            self.fleet.lost(url, error)
-
-    async def workers(self, urls: Sequence[str], *, goes_on: bool) -> RolloutWorkers | None:
-        """The rollout workers, with the groups of the checkpoint if the run resumes; None: this process samples.
-
-        goes_on: as in `WorkerRecipe`.
-        """
-        start, c = self.launcher.workers(self.rollout, urls, self.teachers.places, goes_on=goes_on), self.config
+    async def workers(self) -> RolloutWorkers | None:
+        """The rollout workers, with the groups of the checkpoint if the run resumes; None: this process samples."""
+        c, goes_on = self.config, self.fleet is not None
+        start = self.launcher.workers(self.rollout, self.urls, self.teachers.places, goes_on=goes_on)
         if start is None:
             return None
-        workers = RolloutWorkers(
-            start=start, tokens=tokens_of(c), say=partial(_say, self.console), bound=c.rollout.held_bytes
-        )
+        workers = RolloutWorkers(start=start, tokens=tokens_of(c), say=self.say, bound=c.rollout.held_bytes)
         await workers.begin()
         if self.resumed is not None:
             state = self.resumed.state
@@ -341,8 +341,6 @@ class TrainingRun:
         saved = None if self.resumed is None else self.resumed.state.parts.get(KNOWN_ANSWER)
         if checks.known is not None and saved is not None:
             checks.known.restore(saved)
-        if self.fleet is not None:
-            self.fleet.join_version = checks.join
         return checks
 
     def compose(

@@ -18,7 +18,7 @@ from rollout.wire.generate import GenerateReply, WireSpan
 from rollout.wire.scores import PromptScores, prompt_scores
 from routing_replay.ids import payload_line
 from routing_replay.trace import RoutingTrace
-from routing_replay.versions import joined
+from routing_replay.versions import joined, step_of
 from routing_replay.wire import read_wire_weights
 
 
@@ -255,10 +255,11 @@ def row_versions(reply: GenerateReply, start: int, stop: int) -> list[VersionSpa
 
 
 def version_number(text: str) -> int:
-    """The weight version as a number. Raises ValueError for a server started without a numeric version."""
+    """The weight version as the number of steps that were trained for it (routing_replay.versions). Raises ValueError
+    for a server started without a numeric version."""
     if not text.isdecimal():
         raise ValueError(f"weight version {text!r} is not a number: start the server with --weight-version 0")
-    return int(text)
+    return step_of(int(text))
 
 
 def version_span(span: WireSpan) -> VersionSpan:

@@ -1,7 +1,8 @@
 """A part dies or hangs in the middle of a run: one sentence, status 2, nothing left running, nothing taken for whole.
 
 Each test has a witness that the fault happened in mid-run (a step is in metrics.jsonl before it). A run is started
-again by --supervise, or by hand with --resume. Not covered: recovery in place.
+again by --supervise, or by hand with --resume. Not covered: recovery in place (tests/laws/test_rebuilt_ranks.py,
+tests/laws/test_replaced_servers.py).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ ENDLESS = (
     *("--set", "eval.every=0"),
     *("--set", "rollout.request_timeout_s=8.0"),
     *("--set", "rollout.restarts=0"),  # tests/laws/test_replaced_servers.py
+    *("--set", "cluster.rebuilds=0"),  # tests/laws/test_rebuilt_ranks.py
 )
 # a server that dies is named there, and every kill of one ends the run in tests/laws/test_kills.py
 NAMED = pytest.mark.long(beside="tests/miles_like/cluster/test_rollout_servers.py")

@@ -32,6 +32,7 @@ STEPS = 10
 RUN = (
     *SMALL,
     *("--set", "rollout.restarts=0"),
+    *("--set", "cluster.rebuilds=0"),
     *("--set", f"train.steps={STEPS}"),
     *("--set", "eval.every=4"),
     *("--set", "rollout.request_timeout_s=60.0"),

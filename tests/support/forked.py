@@ -98,9 +98,11 @@ class Forked:
             raise RuntimeError(f"{self.label}: {error}")
         return answer
 
+    @property
     def ended(self) -> bool:
-        """Whether the process has ended, or was killed."""
-        return not self._there or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        """Whether the process has ended, by itself or by a signal."""
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return not self._there or os.waitid(os.P_PID, self.pid, options) is not None
 
     def kill(self) -> None:
         if self._there:

@@ -12,9 +12,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from routing_replay.versions import step_of
 
 VICTIMS = ("driver", "rank", "server")
 
@@ -30,20 +33,32 @@ class Kill:
     where: Any = None
 
 
-_kill: Kill | None = None
+_kills: Sequence[Kill] = ()
+_before = 0  # witnesses of earlier starts
 _run_dir = Path()
 
 
-def arm(run_dir: Path, kill: Kill | None) -> None:
-    """In the driver, before its processes are forked."""
-    global _kill, _run_dir
-    _kill, _run_dir = kill, run_dir
+def arm(run_dir: Path, kills: Sequence[Kill]) -> None:
+    """In the driver, before its processes are forked. kills: one after the other, each once the one before is done."""
+    global _kills, _before, _run_dir
+    _kills, _before, _run_dir = kills, len(witnesses(run_dir)), run_dir
+
+
+def _armed() -> Kill | None:
+    """The kill that is next, in every process; None: all are done."""
+    if not _kills:
+        return None
+    done = len(witnesses(_run_dir)) - _before
+    return _kills[done] if done < len(_kills) else None
 
 
 def introduce(**pids: int) -> None:
+    """The victims. Called again where one is replaced."""
     new = _run_dir / "pids.new"
     new.write_text(json.dumps(pids))
     new.rename(_run_dir / "pids.json")
+    with (_run_dir / "introduced.jsonl").open("a") as out:
+        out.write(json.dumps(pids) + "\n")
 
 
 def witnesses(run_dir: Path) -> list[dict[str, Any]]:
@@ -52,13 +67,13 @@ def witnesses(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _at(point: str, step: int) -> Kill | None:
-    return _kill if _kill is not None and (_kill.point, _kill.step) == (point, step) else None
+    kill = _armed()
+    return kill if kill is not None and (kill.point, kill.step) == (point, step) else None
 
 
 def _strike(**seen: Any) -> None:
     """The witness, then the kill; once."""
-    global _kill
-    kill, _kill = _kill, None
+    kill = _armed()
     assert kill is not None
     victim = json.loads((_run_dir / "pids.json").read_text())[kill.victim]
     with (_run_dir / "witnesses.jsonl").open("a") as out:
@@ -81,12 +96,13 @@ def watched_server(target: Any) -> Any:
 
     def watched(self: Engine) -> bool:
         worked = step(self)
-        if _kill is None or _kill.point != "generation" or self.version != str(_kill.step):
+        kill = _armed()
+        if kill is None or kill.point != "generation" or step_of(int(self.version)) != kill.step:
             return worked
         specs = [self._admission.jobs[row].group.spec for row in self._active.tolist()]
         of_rollout = [s for s in specs if s.n > 1]
-        if of_rollout and self.generated - began.setdefault(self.version, self.generated) >= _kill.where:
-            _strike(version=self.version, generated=self.generated - began[self.version], running=len(of_rollout))
+        if of_rollout and self.generated - began.setdefault(self.version, self.generated) >= kill.where:
+            _strike(version=str(kill.step), generated=self.generated - began[self.version], running=len(of_rollout))
         return worked
 
     Engine.step = watched  # type: ignore[method-assign]
@@ -108,7 +124,7 @@ def watched_rank(rank_class: type) -> Any:
             return place
 
         def publish(self, version: int) -> Any:
-            if self.rank == 0 and _at("publish", version):
+            if self.rank == 0 and _at("publish", step_of(version)):
                 _watch_buckets(version)
             return super().publish(version)
 
@@ -175,7 +191,8 @@ def _watch_buckets(version: int) -> None:
 
     def watched(self: Any, endpoint: str, body: Any, *settled: Any) -> None:
         nonlocal sent
-        if endpoint == endpoints.UPDATE_FROM_TENSOR and sent == (_kill.where if _kill else None):
+        kill = _at("publish", step_of(version))
+        if endpoint == endpoints.UPDATE_FROM_TENSOR and kill is not None and sent == kill.where:
             _strike(version=version, buckets_sent=sent, last=body["weight_version"] is not None)
         change(self, endpoint, body, *settled)
         sent += endpoint == endpoints.UPDATE_FROM_TENSOR
@@ -189,11 +206,10 @@ def _watch_buckets(version: int) -> None:
 def watch_driver(launcher: Any) -> None:
     """`where`, of a save: the file of the checkpoint that is about to get its name. Random: so many seconds after
     version `step` was published, at the latest before the next is."""
-    if _kill is None:
-        return
-    if _kill.point == "save":
+    points = {kill.point for kill in _kills}
+    if "save" in points:
         sys.addaudithook(_watch_files)
-    if _kill.point == "random":
+    if "random" in points:
         start = launcher.trainer
 
         def watched(plan: Any, loss: Any) -> Any:
@@ -205,9 +221,9 @@ def watch_driver(launcher: Any) -> None:
 
 
 def _watch_files(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "os.rename" and _kill is not None and Path(str(arguments[1])).name == _kill.where:
+    if event == "os.rename" and (kill := _armed()) is not None and Path(str(arguments[1])).name == kill.where:
         checkpoints = _run_dir / "checkpoints"
-        folder = checkpoints / f"step_{_kill.step}"
+        folder = checkpoints / f"step_{kill.step}"
         latest = checkpoints / "latest"
         if folder.exists() and not (latest.exists() and latest.read_text().strip() == folder.name):
             _strike(
@@ -222,11 +238,11 @@ def _watch_clock(trainer: Any) -> None:
 
     def strike(why: str) -> None:
         with lock:
-            if _kill is not None:
+            if _armed() is not None:
                 _strike(under_way=trainer.under_way, version=trainer._version, why=why)
 
     async def watched(*, version: int) -> Any:
-        kill = _kill
+        kill = _armed()
         if kill is not None and version > kill.step:
             strike("the next version is about to be published")
         report = await publish(version=version)

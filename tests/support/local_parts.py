@@ -8,12 +8,13 @@ import contextlib
 import pickle
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_bridge.config import TrainerConfig
 from miles_like.cluster.factories import MegatronFactory
+from miles_like.cluster.lost.errors import RanksLostError
 from miles_like.cluster.placement import Role, Slot
 from miles_like.cluster.rank import Rank
 from miles_like.cluster.trainer_ranks import RayTrainer
@@ -73,7 +74,7 @@ class LocalServers:
         return {
             i: f"{process.label} has ended"
             for i, process in enumerate(self._processes)
-            if i not in self._halted and process.ended()
+            if i not in self._halted and process.ended
         }
 
     def halt(self, number: int) -> None:
@@ -90,7 +91,7 @@ class LocalServers:
 
     def look(self, number: int) -> Progress:
         url, process = self._url(number), self._processes[number]
-        if process.ended():
+        if process.ended:
             return Progress(url, "starting", failure=f"{process.label} has ended")
         try:
             socket.create_connection(("127.0.0.1", self._ports[number]), timeout=5).close()
@@ -127,21 +128,38 @@ class LocalTrainer(RayTrainer):
         self.dp_size, self._ranks, self._version = dp_size, list(ranks), 0
         self.under_way, self._role, self._calls = "start", role, calls
         self._one_at_a_time = asyncio.Lock()  # as actors, which begin calls in the order in which they are sent
+        self._addresses = ["127.0.0.1"] * len(ranks)
         port, world = free_port(), len(ranks)
         started = [(factory, i, world, "127.0.0.1", port) for i in range(world)]
         self._places = asyncio.run(self._all("start", started))
 
     def connect(self, factory: Any) -> None:
-        for rank in self._ranks:
-            rank.call("connect", factory)
+        for i in range(len(self._ranks)):
+            self._one(i, "connect", factory)
 
     def fingerprint(self) -> str | None:
-        found: str | None = self._ranks[0].call("fingerprint")
+        found: str | None = self._one(0, "fingerprint")
         return found
 
+    def _one(self, i: int, method: str, *arguments: Any) -> Any:
+        try:
+            return self._ranks[i].call(method, *arguments)
+        except Gone as e:
+            raise self._lost_error(method, [self._lost_rank(i, str(e))]) from None
+
     async def close(self) -> None:
+        self.end()
+
+    def end(self) -> list[str]:
+        self._closed = True
         for rank in self._ranks:
             rank.kill()
+        return []
+
+    async def lost(self) -> RanksLostError:
+        while self._closed or not (dead := [i for i, rank in enumerate(self._ranks) if rank.ended]):
+            await asyncio.sleep(0.01)
+        return self._lost_error(None, [self._lost_rank(i, "its process died") for i in dead])
 
     async def _given(
         self, method: str, arguments: Sequence[tuple[Any, ...]], counts: Sequence[int]
@@ -164,11 +182,15 @@ class LocalTrainer(RayTrainer):
         if late:  # those that wait for a rank which died, outside of a collective
             await asyncio.wait(late, timeout=_ANSWER_S)
         errors = [e for a in asked if a.done() and (e := a.exception()) is not None]
+        late_ones = [i for i, a in enumerate(asked) if not a.done()]
         if not all(a.done() for a in asked):
             await self.close()
             await asyncio.wait(asked)
         self.under_way = "rollout"
-        for e in sorted(errors, key=lambda e: not isinstance(e, Gone)):
+        gone = [i for i, a in enumerate(asked) if isinstance(a.exception(), Gone) and i not in late_ones]
+        if gone:
+            raise self._lost_error(method, [self._lost_rank(i, "its process died") for i in gone])
+        for e in errors:
             raise e
         return [a.result() for a in asked]
 
@@ -185,25 +207,36 @@ class LocalLauncher(Launcher):
     """A Launcher whose processes are already there."""
 
     def __init__(
-        self, ranks: Mapping[str, Sequence[Forked]], servers: Sequence[Forked], spares: Sequence[Forked] = ()
+        self,
+        ranks: Mapping[str, Sequence[Forked]],
+        servers: Sequence[Forked],
+        spares: Sequence[Forked] = (),
+        spare_ranks: Sequence[Mapping[str, Sequence[Forked]]] = (),
+        starts: Callable[[Sequence[Forked]], None] = lambda ranks: None,
     ) -> None:
-        """ranks: by their role. spares: as of LocalServers."""
-        self.rank_processes, self.server_processes, self.spares = ranks, servers, spares
+        """ranks: by their role. spares: as of LocalServers. spare_ranks: those that are started after a loss. starts:
+        called with the ranks of a role before they are."""
+        self.server_processes, self.spares, self.starts = servers, spares, starts
+        self.rank_processes = {role: [of, *(later[role] for later in spare_ranks)] for role, of in ranks.items()}
 
     def check(self, plan: ModelPlan) -> None:
         """There is no Ray cluster."""
 
+    def replace_lost_nodes(self, plan: ModelPlan) -> tuple[frozenset[int], frozenset[int]]:
+        return frozenset(), frozenset()
+
     def ranks(self, plan: ModelPlan, slots: Sequence[Slot], config: TrainerConfig, loss: LossFn) -> RayTrainer:
         factory, role = MegatronFactory(config, plan.weights, loss), slots[0].role
-        return LocalTrainer(
-            factory, self.rank_processes[role], plan.config.parallel.dp, role, plan.run_dir / "calls.txt"
-        )
+        processes = self.rank_processes[role].pop(0)
+        self.starts(processes)
+        return LocalTrainer(factory, processes, plan.config.parallel.dp, role, plan.run_dir / "calls.txt")
 
-    def workers(self, rollout: RolloutSide, urls: Sequence[str], teachers: TeacherPlaces, *, goes_on: bool) -> Any:
+    def workers(self, rollout: RolloutSide, urls: Mapping[int, str], teachers: TeacherPlaces, *, goes_on: bool) -> Any:
         """In the driver's process."""
         n = workers_of(rollout.plan)
         shares = [[urls[s] for s in own] for _, own in worker_slots(rollout.plan.placement, n)] if n else []
-        return LocalWorkers(shares, worker_recipe(rollout, urls, teachers, goes_on=goes_on)) if n else None
+        recipe = worker_recipe(rollout, [*urls.values()], teachers, goes_on=goes_on)
+        return LocalWorkers(shares, recipe) if n else None
 
     def servers(self, rollout: RolloutSide, version: int, *, routing: bool = True) -> Any:
         plan, ports = rollout.plan, [free_port() for _ in self.server_processes]

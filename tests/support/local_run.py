@@ -56,6 +56,7 @@ QUICK = (  # a deterministic run of little work, which still learns something at
     "checkpoint.keep=3",
     "publish.bucket_bytes=20000",
     "rollout.restarts=0",
+    "cluster.rebuilds=0",
     "reward.name=tests.support.local_run:low_tokens",
 )
 
@@ -111,8 +112,9 @@ def drive(
     in_spare: Callable[[], None] = lambda: None,
     spares: int = 0,
 ) -> int:
-    """The driver's process: the run from where it stands, to its end; the exit status of the command line. in_server:
-    called in the process of each server before it serves; in_spare: in those of the spares, which replace them."""
+    """The driver's process: the run from where it stands, to its end; the exit status of the command line. kill: one,
+    or several one after the other; ranks are there for as many losses. in_server: called in the process of each server
+    before it serves; in_spare: in those of the spares, which replace them."""
     from rich.console import Console
 
     from miles_like.config.load import load_config
@@ -125,18 +127,22 @@ def drive(
 
     vars(trainer_side).update(write_report=lambda run_dir: run_dir / "report.html")  # pictures: two seconds a run
     config = load_config(TINY, [*QUICK, *settings])
-    kill_points.arm(run_dir, kill)
+    kills = () if kill is None else kill if isinstance(kill, tuple) else (kill,)
+    kill_points.arm(run_dir, kills)
     logs = run_dir / "logs"
     makes: dict[str, Any] = {"trainer": lambda: kill_points.watched_rank(SealingRank)}
     makes |= {"critic": SealingRank} if config.algorithm.has_critic else {}
     makes |= {"reference": SealingRank} if config.cluster.pools.reference else {}
-    ranks = {
-        role: [
-            Forked(f"{role} rank {i}", answers(make), logs / f"{role}_{i}.log")
-            for i in range(config.parallel.world_size)
-        ]
-        for role, make in makes.items()
-    }
+    ranks, *later = [
+        {
+            role: [
+                Forked(f"{role} rank {i}", answers(make), logs / f"{role}_{i}.log")
+                for i in range(config.parallel.world_size)
+            ]
+            for role, make in makes.items()
+        }
+        for _ in range(1 + (len(kills) if config.cluster.rebuilds else 0))
+    ]
 
     def server(number: int) -> Any:
         in_server(number)
@@ -152,10 +158,14 @@ def drive(
         return _Server()
 
     extra = [Forked(f"spare server {i}", answers(spare), logs / f"spare_{i}.log") for i in range(spares)]
-    kill_points.introduce(driver=os.getpid(), rank=ranks["trainer"][-1].pid, server=servers[-1].pid)
+
+    def introduce(started: Sequence[Forked]) -> None:
+        if "trainer" in started[-1].label:
+            kill_points.introduce(driver=os.getpid(), rank=started[-1].pid, server=servers[-1].pid)
+
     try:
         plan = model_plan(config, run_dir, home / "hf", home / "megatron", Fence.begin(run_dir))
-        launcher = LocalLauncher(ranks, servers, extra)
+        launcher = LocalLauncher(ranks, servers, extra, later, introduce)
         kill_points.watch_driver(launcher)
         console = Console(highlight=False, width=200)
         train_module.train(plan, console, resume=True, launcher=launcher, controller=named(loop))
@@ -164,7 +174,8 @@ def drive(
         print(f"error: {e}", flush=True)
         return 2
     finally:
-        for process in (*itertools.chain(*ranks.values()), *servers, *extra):
+        every = itertools.chain(*(of for roles in (ranks, *later) for of in roles.values()))
+        for process in (*every, *servers, *extra):
             process.kill()
     return 0
 

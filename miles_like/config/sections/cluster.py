@@ -118,6 +118,10 @@ class ClusterConfig(Section):
     # time limit of a call to trainer or critic ranks (or ten times the longest such call so far), after which the run
     # fails; also of the wait for nodes that have not joined the cluster yet
     timeout_s: float = Field(1800.0, gt=0)
+    # how often trainer, critic and reference ranks that are lost are rebuilt from the last checkpoint while the run's
+    # other processes stay, within rebuild_window_s; 0: the run ends with the first rank that it loses
+    rebuilds: int = Field(3, ge=0)
+    rebuild_window_s: float = Field(3600.0, gt=0)  # seconds within which `rebuilds` are counted
     peak_tflops: float | None = Field(None, gt=0)  # peak of one rank's device in the training dtype, to report perf/mfu
     # trainer and rollout share GPUs and take turns: one releases its memory while the other computes. None: true on
     # GPUs; CPU ranks take turns only if true is given

@@ -11,12 +11,14 @@ from miles_like.protocols import TrainerRanks
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.types import PublishReport
 from rollout.publish.directory.loads import DirectoryLoads
+from routing_replay.versions import version_of
 
 
 def publication_of(
-    rollout: RolloutSide, trainer: TrainerRanks, urls: Sequence[str], *, goes_on: bool
+    rollout: RolloutSide, trainer: TrainerRanks, urls: Sequence[str], *, goes_on: bool, life: int = 0
 ) -> TrainerPublication | DirectoryDelivery:
-    """To the servers at `urls`, by publish.during_training. goes_on: as in `PublishTarget`."""
+    """To the servers at `urls`, by publish.during_training. goes_on: as in `PublishTarget`. life: of the trainer's
+    ranks."""
     if not rollout.plan.config.publish.during_training:
         whole = TrainerPublication(rollout, trainer, goes_on=goes_on)
         whole.connect(urls)
@@ -26,7 +28,7 @@ def publication_of(
     def loads_of(urls: Sequence[str], joins: bool) -> DirectoryLoads:
         return DirectoryLoads(rollout.target(urls, goes_on=goes_on, joins=joins), rollout.published)
 
-    delivery = DirectoryDelivery(lambda version: trainer.publish(version=version), loads_of)
+    delivery = DirectoryDelivery(lambda version: trainer.publish(version=version), loads_of, life)
     delivery.connect(urls)
     return delivery
 
@@ -55,9 +57,11 @@ class DirectoryDelivery:
         self,
         write_version: Callable[[int], Awaitable[PublishReport]],
         loads_of: Callable[[Sequence[str], bool], DirectoryLoads],
+        life: int = 0,
     ) -> None:
         """write_version: collective over the trainer's ranks; its report has the directory. loads_of: for servers by
-        URL, and whether they join at a version that others serve."""
+        URL, and whether they join at a version that others serve. life: of the trainer's ranks (`version_of`)."""
+        self._life = life
         self._write_version, self._loads_of = write_version, loads_of
         self._loads: DirectoryLoads | None = None
         self._written: PublishReport | None = None
@@ -68,7 +72,7 @@ class DirectoryDelivery:
 
     async def write(self, version: int) -> None:
         """Writes the trainer's weights. Raises RuntimeError, also where a server serves a later version."""
-        await asyncio.to_thread(self._connected.check_versions, version)
+        await asyncio.to_thread(self._connected.check_versions, version_of(version, self._life))
         self._written, self._new = await self._write_version(version), True
 
     async def load(self, version: int) -> PublishReport:
@@ -77,7 +81,7 @@ class DirectoryDelivery:
         written, loads, began = self._written, self._connected, time.perf_counter()
         path = self._directory(written, version)
         assert written is not None
-        sent = await asyncio.to_thread(loads.load, path, version, written.bytes)
+        sent = await asyncio.to_thread(loads.load, path, version_of(version, self._life), written.bytes)
         await asyncio.to_thread(loads.keep_only, path)
         seconds, self._new = time.perf_counter() - began + self._new * written.seconds, False
         return PublishReport(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
+from miles_like.alignment.server_checks import RunChecks
 from miles_like.cluster.placement import Slot
 from miles_like.fleet.control import ControlFiles
 from miles_like.fleet.fleet import Fleet, Progress
 from miles_like.fleet.roster import Roster
 from miles_like.run.setup.delivery import DirectoryDelivery, TrainerPublication
 from miles_like.run.setup.rollout_side import RolloutSide
+from miles_like.types import PublishReport, ServerFault, ServerLost
 from rollout.episodes.pool import EnginePool
 from rollout.episodes.serving import Serving
 from rollout.sglang.client import ServerClient
@@ -31,19 +32,35 @@ class RunningServers(Protocol):
         """Begins to start another server."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerUses:
-    """Who sends requests to servers. clients: of this process, to sample and to evaluate; tell: the rollout workers."""
+@dataclass(frozen=True, slots=True)
+class LifeUsers:
+    """The `Users` of a fleet."""
 
+    rollout: RolloutSide
+    publication: TrainerPublication | DirectoryDelivery
+    checks: RunChecks
     pool: EnginePool
-    clients: tuple[list[ServerClient], list[ServerClient]]
-    tell: Callable[[Collection[str]], None] | None
+    clients: tuple[list[ServerClient], list[ServerClient]]  # of this process, to sample and to evaluate
+    workers: Callable[[Collection[str]], None] | None  # as `RolloutWorkers.serve`
 
-    def admit(self, rollout: RolloutSide, url: str) -> None:
+    def connect(self, urls: Sequence[str], joins: bool) -> None:
+        self.publication.connect(urls, joins)
+
+    async def publish_version(self, version: int) -> PublishReport:
+        return await self.publication.publish(version)
+
+    async def join_version(self, urls: Collection[str]) -> Sequence[ServerFault]:
+        return await self.checks.join(urls)
+
+    def admit(self, url: str) -> None:
         sampling, evaluating = self.clients
-        sampling.append(client := rollout.client(url))
-        evaluating.append(rollout.client(url, routing=False))
+        sampling.append(client := self.rollout.client(url))
+        evaluating.append(self.rollout.client(url, routing=False))
         self.pool.add(client)
+
+    def tell(self, urls: Collection[str]) -> None:
+        if self.workers is not None:
+            self.workers(urls)
 
     async def abort(self, url: str) -> None:
         for client in self.clients[0]:
@@ -90,36 +107,28 @@ def further_slot(rollout: RolloutSide, number: int) -> Slot:
 
 
 def run_fleet(
-    rollout: RolloutSide,
-    servers: RunningServers,
-    serving: Serving,
-    *,
-    urls: Sequence[str],
-    version: int,
-    publication: TrainerPublication | DirectoryDelivery,
-    uses: ServerUses,
-    say: Callable[[str], None],
-) -> Fleet:
-    """The fleet of the servers at `urls`, which have started with the weights `version`."""
-    c = rollout.plan.config.rollout
+    rollout: RolloutSide, servers: RunningServers, urls: Sequence[str], version: int, say: Callable[[str], None]
+) -> Fleet | None:
+    """The fleet of a run's servers, by their numbers, which have started with the weights `version`. None: all of them
+    serve, and the run ends with the first that fails."""
+    c = rollout.plan.config
+    if not c.rollout.loses_servers or c.takes_turns:
+        return None
+    r = c.rollout
+
+    def lost(url: str, error: ServerLost) -> None:
+        fleet.lost(url, error)
+
     fleet = Fleet(
-        roster=Roster(limit=c.restarts, window_s=c.restart_window_s, least=c.min_servers, say=say),
+        roster=Roster(limit=r.restarts, window_s=r.restart_window_s, least=r.min_servers, say=say),
         processes=RunProcesses(servers, rollout, version),
-        serving=serving,
+        serving=Serving(urls, lost, limit_s=c.cluster.timeout_s),
         files=ControlFiles(rollout.plan.run_dir),
-        connect=publication.connect,
-        publish_version=publication.publish,
-        admit=partial(uses.admit, rollout),
-        tell=uses.tell or _nothing,
-        abort=uses.abort,
-        needs_trainer=isinstance(publication, TrainerPublication),
-        health_every_s=c.health_every_s,
-        health_timeout_s=c.health_timeout_s,
+        needs_trainer=not c.publish.during_training,
+        health_every_s=r.health_every_s,
+        health_timeout_s=r.health_timeout_s,
         # a stock server may generate a token for /health, which it cannot while it is paused
-        paused_health=endpoints.HEALTH if c.engine == "vllm" else endpoints.MODEL_INFO,
+        paused_health=endpoints.HEALTH if r.engine == "vllm" else endpoints.MODEL_INFO,
     )
     fleet.begin(urls, version)
     return fleet
-
-
-def _nothing(urls: Collection[str]) -> None: ...

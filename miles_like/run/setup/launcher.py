@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
@@ -43,6 +43,13 @@ class Launcher:
         """Choose the run's nodes and reserve their GPUs. Raises as `RunCluster.nodes`."""
         self.nodes(plan)
 
+    def replace_lost_nodes(self, plan: ModelPlan) -> tuple[frozenset[int], frozenset[int]]:
+        """(numbers of nodes that are lost, of nodes that were and in whose place others are). Raises as
+        `RunCluster.replace_lost`."""
+        self.nodes(plan)
+        assert self.cluster is not None, "made by `nodes`"
+        return self.cluster.replace_lost(plan.weights)
+
     def trainer(self, plan: ModelPlan, loss: LossFn) -> RayTrainer:
         """Start the trainer ranks with the run's initial weights."""
         return self.ranks(plan, plan.placement.of("trainer"), plan.model.trainer, loss)
@@ -80,10 +87,10 @@ class Launcher:
         return RayServers(launches, self.nodes(plan), plan.logs, plan.placement.ports_of("rollout"))
 
     def workers(
-        self, rollout: RolloutSide, urls: Sequence[str], teachers: TeacherPlaces, *, goes_on: bool
+        self, rollout: RolloutSide, urls: Mapping[int, str], teachers: TeacherPlaces, *, goes_on: bool
     ) -> StartWorker | None:
-        """What starts the run's rollout workers for the servers at `urls`; None: the driver samples. teachers, goes_on:
-        as in `WorkerRecipe`."""
+        """What starts the run's rollout workers for the servers at `urls`, by their numbers; None: the driver samples.
+        teachers, goes_on: as in `WorkerRecipe`."""
         plan, n = rollout.plan, workers_of(rollout.plan)
         if not n:
             return None
@@ -92,7 +99,7 @@ class Launcher:
             nodes=self.nodes(plan),
             slots=[slot for slot, _ in slots],
             urls=[[urls[s] for s in own] for _, own in slots],
-            factory=worker_recipe(rollout, urls, teachers, goes_on=goes_on),
+            factory=worker_recipe(rollout, [*urls.values()], teachers, goes_on=goes_on),
             logs=plan.logs,
             start_s=plan.config.cluster.timeout_s,
             silent_s=plan.config.rollout.worker_timeout_s,

@@ -10,7 +10,7 @@ from typing import Literal
 
 from miles_like.cluster.environment import driver_secrets, plain_values
 from miles_like.cluster.factories import PublisherRecipe
-from miles_like.cluster.placement import Slot, plan_placement
+from miles_like.cluster.placement import Slot
 from miles_like.config.run import ModelConfig, RunConfig
 from miles_like.config.sections.make import MakeConfig
 from miles_like.run.setup.model_plan import ModelPlan
@@ -200,7 +200,7 @@ class RolloutSide:
     ) -> PublishTarget:
         """Publications to the servers at `urls`. ours, key: as in `client`. goes_on, joins: as in `PublishTarget`."""
         plan, c = self.plan, self.plan.config
-        handles = _handles(c, urls) if ours else None
+        handles = _handles(plan, urls) if ours else None
         stock_gpus = c.rollout.engine == "sglang" and c.cluster.gpus_per_node > 0
         return PublishTarget(
             urls=tuple(urls),
@@ -232,17 +232,16 @@ class RolloutSide:
         )
 
 
-def _handles(c: RunConfig, urls: Sequence[str]) -> Literal["memory", "cuda"] | None:
+def _handles(plan: ModelPlan, urls: Sequence[str]) -> Literal["memory", "cuda"] | None:
     """Of which memory the servers of the run open handles, by their places.
 
     Memory of the sender's GPU only where each server sees that GPU; shared memory where all are on its node. The
     embedded engine takes handles on loopback only.
     """
-    plan = plan_placement(c.cluster, c.parallel, c.rollout)
-    sender, slots = plan.of("trainer")[0], plan.of("rollout")
+    sender, slots = plan.placement.of("trainer")[0], plan.placement.of("rollout")
     if any(slot.node != sender.node for slot in slots):
         return None
-    if c.rollout.engine == "embedded":
+    if plan.config.rollout.engine == "embedded":
         return "memory" if all(map(on_loopback, urls)) else None
     return "cuda" if sender.gpus and all(set(sender.gpus) <= set(slot.gpus) for slot in slots) else "memory"
 

@@ -78,6 +78,32 @@ class RunCluster:
             self._hosts = choose_nodes(found, c.nodes)
         return self._hosts
 
+    def replace_lost(self, weights: Path) -> tuple[frozenset[int], frozenset[int]]:
+        """(numbers of the run's nodes that are lost, of those that were and in whose place another node is now).
+
+        A node takes the place of a lost one if it has as many GPUs free and sees `weights`, the directory that ranks
+        load. Raises RuntimeError as `reserve`.
+        """
+        from miles_like.nodes.members import living_nodes
+        from miles_like.nodes.reservation import spare_node
+
+        held = self._reservation
+        if held is None:
+            return frozenset(), frozenset()
+        alive = {node.id for node in living_nodes()}
+        lost, replaced = set[int](), set[int]()
+        for number, node in enumerate(held.nodes):
+            if node.id in alive:
+                continue
+            run, gpus = str(self.run_dir.resolve()), self.config.cluster.gpus_per_node
+            spare = spare_node(held.nodes, gpus, run=run, sees=weights, timeout_s=self.config.cluster.timeout_s)
+            if spare is None:
+                lost.add(number)
+            else:
+                replaced.add(number)
+                self._reservation = held = held.with_spare(number, spare)
+        return frozenset(lost), frozenset(replaced)
+
     def release(self) -> None:
         """Give the GPUs back; the next call of `nodes` or `hosts` chooses again."""
         self._hosts = ()

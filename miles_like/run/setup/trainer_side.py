@@ -98,7 +98,10 @@ class RunFiles:
         self.best = KeptBest(plan.config.checkpoint.keep_best)
         self.appended: dict[str, AppendedFile] = {}  # name -> file: cut back where a run resumes
         self.earlier: Sequence[Mapping[str, float]] = ()  # rows of metrics.jsonl before the checkpoint of `resume`
-        self.first = 0  # the step of that checkpoint
+        self.first = 0  # the step of that checkpoint; 0: there is none
+        # step -> when this process reached its boundary or began there, by time.perf_counter
+        self.boundaries: dict[int, float] = {}
+        self.ends = True  # with this process; False: its sinks are closed, and opened again
 
     @property
     def earlier_s(self) -> float:
@@ -115,6 +118,7 @@ class RunFiles:
         plan = self.plan
         began = run_state.load_latest(plan.checkpoints, groups=not workers_of(plan))
         run_state.clear_unfinished(plan.checkpoints)
+        self.best, self.earlier, self.first = KeptBest(plan.config.checkpoint.keep_best), (), 0
         if began is None:
             for name in (METRICS, LEDGER):
                 (plan.run_dir / name).unlink(missing_ok=True)
@@ -169,6 +173,7 @@ class RunFiles:
                     console=self.console,
                     rows=self.earlier,
                     run_dir=self.plan.run_dir,
+                    ends=lambda: self.ends,
                 ),
             ]
         )
@@ -195,4 +200,5 @@ class RunFiles:
             console=self.console,
             saved=None if resumed is None else resumed.state.step,
             fence=self.plan.fence,
+            boundaries=self.boundaries,
         )

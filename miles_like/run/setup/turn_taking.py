@@ -11,15 +11,23 @@ from miles_like.turns.order import ALL, SleepingRanks, Turns
 from miles_like.turns.users import InFlight, Sampling, TurnServers, TurnTrainer
 from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.pool import EnginePool
+from rollout.sglang.client import SGLangClient
+from rollout.wire.bodies import MemoryTag
 
 
 async def release_servers(rollout: RolloutSide, urls: Sequence[str]) -> None:
-    """Releases all memory of servers that were just started, for the trainer to be built in. Raises RuntimeError."""
-    servers = TurnServers(clients=[rollout.sglang_client(url) for url in urls])
+    """Releases the memory that servers hold, for the trainer to be built in: all where they were just started, and what
+    is not released yet where the trainer is built again. Raises RuntimeError."""
+    clients = [rollout.sglang_client(url) for url in urls]
+    held: dict[tuple[MemoryTag, ...], list[SGLangClient]] = {}
+    for client in clients:
+        held.setdefault(tuple(tag for tag in ALL if tag not in client.occupation.released), []).append(client)
     try:
-        await servers.release(ALL)
+        for tags, alike in held.items():
+            if tags:
+                await TurnServers(clients=alike).release(tags)
     finally:
-        for client in servers.clients:
+        for client in clients:
             await client.close()
 
 

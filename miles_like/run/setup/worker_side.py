@@ -48,9 +48,9 @@ def rewards_need_driver(reward: RewardConfig) -> bool:
 
 
 def shares_of(nodes: Sequence[int], workers: int) -> list[list[int]]:
-    """The servers of each worker, by their numbers; nodes: of each server. With as many workers as nodes each has those
-    of a node; otherwise as many for each, neighbours first. Where there are fewer servers than workers, some workers
-    have the same one."""
+    """The servers of each worker, by their places in `nodes`, the node of each. With as many workers as nodes each has
+    those of a node; otherwise as many for each, neighbours first. Where there are fewer servers than workers, some
+    workers have the same one."""
     order = sorted(range(len(nodes)), key=lambda s: (nodes[s], s))
     if workers > len(nodes):
         return [[order[w % len(order)]] for w in range(workers)]
@@ -62,10 +62,11 @@ def shares_of(nodes: Sequence[int], workers: int) -> list[list[int]]:
 
 def worker_slots(placement: PlacementPlan, workers: int) -> list[tuple[Slot, list[int]]]:
     """Where each worker is, on the node of its first server and without a GPU; and its servers, by their numbers."""
-    nodes = [slot.node for slot in placement.of("rollout") if slot.node_rank == 0]
+    heads = [slot for slot in placement.of("rollout") if slot.node_rank == 0]
+    shares = [[heads[i] for i in own] for own in shares_of([slot.node for slot in heads], workers)]
     return [
-        (Slot(role="rollout", index=w, node=nodes[own[0]], gpus=()), own)
-        for w, own in enumerate(shares_of(nodes, workers))
+        (Slot(role="rollout", index=w, node=own[0].node, gpus=()), [slot.index for slot in own])
+        for w, own in enumerate(shares)
     ]
 
 

@@ -25,6 +25,7 @@ from miles_like.batch.packing import pack
 from miles_like.batch.unpacking import unpack
 from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
 from miles_like.cluster.factories import MegatronFactory
+from miles_like.cluster.lost.errors import RanksLostError
 from miles_like.cluster.placement import Role, Slot
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
@@ -94,6 +95,26 @@ def test_the_rank_that_fails_first_at_the_start_is_named(ray: Any, tmp_path: Pat
         RayTrainer(FailsToStart(how), slots, this_node(), 1, tmp_path, timeout_s=100)
 
 
+def test_a_rank_that_dies_while_nothing_is_asked_of_it_is_seen_and_the_others_are_ended(
+    ray: Any, tmp_path: Path
+) -> None:
+    """Also one that a signal has stopped, which cannot end when Ray asks it to. The end of closed ranks is no loss."""
+
+    async def watch() -> None:
+        slots = [Slot(role="trainer", index=i, node=0, gpus=()) for i in range(2)]
+        trainer = RayTrainer(Stand("DP2"), slots, this_node(), 2, tmp_path)
+        seen = asyncio.create_task(trainer.lost())
+        os.kill(trainer._pids[0], signal.SIGSTOP)
+        os.kill(trainer._pids[1], signal.SIGKILL)
+        error = await asyncio.wait_for(seen, 60)
+        assert [(one.role, one.index) for one in error.lost] == [("trainer", 1)] and "between two calls" in str(error)
+        assert trainer.end() == [] and not any(Path(f"/proc/{pid}").exists() for pid in trainer._pids)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(trainer.lost(), 1)
+
+    asyncio.run(watch())
+
+
 @pytest.mark.parametrize("how", later(["hangs", "is stopped"], ["hangs"], beside=HERE))
 def test_a_rank_that_does_not_answer_is_named_and_its_stacks_are_kept(ray: Any, tmp_path: Path, how: str) -> None:
     """Within the deadline, with the place where it hangs, while the other is in a collective of gloo; the next call
@@ -108,8 +129,9 @@ def test_a_rank_that_does_not_answer_is_named_and_its_stacks_are_kept(ray: Any, 
             os.kill(trainer._pids[1], signal.SIGSTOP)
         call = trainer.load_copy("copy", tmp_path) if how == "hangs" else trainer.evaluate(batch(dp=2))
         try:
-            with pytest.raises(RuntimeError) as first:
+            with pytest.raises(RanksLostError) as first:
                 await call
+            assert [one.index for one in first.value.lost] == [1]
             trainer._deadlines = CallDeadlines(3600)
             with pytest.raises(RuntimeError) as second:
                 await trainer.finish_save(wait=True)
@@ -149,6 +171,7 @@ def test_the_failure_of_one_rank_is_raised_while_another_has_not_answered() -> N
         trainer: Any = object.__new__(RayTrainer)
         trainer._stuck, trainer._deadlines = None, CallDeadlines(60)
         trainer._ranks = [rank(asyncio.Event().wait), rank(fails)]
+        trainer._role, trainer._addresses = "trainer", ["10.0.0.1"] * 2
         await asyncio.wait_for(trainer.save(Path("checkpoint")), 30)
 
     with refuses(RuntimeError, "save", "logs/"):

@@ -54,15 +54,10 @@ class World:
             processes=self,
             serving=self.serving,
             files=ControlFiles(self.where),
-            connect=lambda urls, joins: self.log.append(("connect", list(urls), joins)),
-            publish_version=self.publish,
-            admit=lambda url: self.log.append(("admit", url)),
-            tell=lambda urls: self.served.append(set(urls)),
             needs_trainer=True,
             health_every_s=TICK_S,
             health_timeout_s=2.0,
             tick_s=TICK_S,
-            join_version=self.join,
         )
 
     # ---- as fleet.Processes
@@ -86,16 +81,29 @@ class World:
     def add(self, number: int) -> None:
         self.log.append(("add", number))
 
-    # ---- the run
+    # ---- as fleet.Users
 
-    async def publish(self, version: int) -> PublishReport:
+    def connect(self, urls: Sequence[str], joins: bool) -> None:
+        self.log.append(("connect", list(urls), joins))
+
+    def admit(self, url: str) -> None:
+        self.log.append(("admit", url))
+
+    def tell(self, urls: Collection[str]) -> None:
+        self.served.append(set(urls))
+
+    async def abort(self, url: str) -> None: ...
+
+    async def publish_version(self, version: int) -> PublishReport:
         return PublishReport(version=version, bytes=1, seconds=0.0, pause_seconds=0.0)
 
-    async def join(self, urls: Collection[str]) -> Sequence[ServerFault]:
+    async def join_version(self, urls: Collection[str]) -> Sequence[ServerFault]:
         self.log.append(("join", sorted(urls)))
         wrong = [url for url in urls if url in self.wrong]
         self.fleet.verified(set(urls) - set(wrong), 4)
         return [ServerFault(url, f"server {url} differs by 0.1 nats", answers=True) for url in wrong]
+
+    # ---- the run
 
     async def status(self, url: str, path: str) -> int:
         return await self.looks[url]() if url in self.looks else 200
@@ -111,6 +119,7 @@ class World:
     def run(self, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
         async def main() -> None:
             self.fleet.begin([A, B], 3)
+            self.fleet.attach(self, [A, B])
             await self.fleet.settled()
             await self.fleet.beside(check(self))
 

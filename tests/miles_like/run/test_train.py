@@ -160,7 +160,7 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
     found = Report(findings=(stale,), profile=profile, bounds=Bounds(), extra={})
     asked: list[int] = []
 
-    async def short(self: Comparison, clients: Any, *, flush: bool, lost: Any) -> Report:
+    async def short(self: Comparison, clients: Any, *, flush: bool, serving: Any) -> Report:
         asked.append(len(self.prompts))
         return found
 
@@ -168,16 +168,20 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
         assert version == 0
 
     monkeypatch.setattr(Comparison, "short", short)
-    trainer: Any = SimpleNamespace(dp_size=1, connect=lambda recipe: None, publish=publish)
+
+    async def close() -> None: ...
+
+    trainer: Any = SimpleNamespace(dp_size=1, connect=lambda recipe: None, publish=publish, close=close)
     source: Any = SimpleNamespace(all=lambda: [Prompt(id="a", token_ids=(1, 2, 3), answer="")] * 20)
     prompts = Prompts(source=source, held_out=[], rewards=Rewards(RewardConfig()))
 
     async def start() -> None: ...
 
-    teachers: Any = SimpleNamespace(teachers=lambda *of: SimpleNamespace(start=start), places=None)
+    teachers: Any = SimpleNamespace(teachers=lambda *of: SimpleNamespace(start=start, close=close), places=None)
     made = run_of(plan_of("publish.answer_tokens=0", run_dir=tmp_path), trainer, prompts=prompts, teachers=teachers)
+    made._urls = {0: "http://x"}
     with refuses(ValueError, "w", "mismatch.check_prompts", 0) as refused:
-        asyncio.run(made.loop(["http://x"]))
+        asyncio.run(made.run())
     assert "\n" not in str(refused.value)
     assert asked == [8] and list(tmp_path.iterdir()) == []
     unchecked = run_of(plan_of("mismatch.check_prompts=0", "publish.answer_tokens=0"), trainer, prompts=prompts)
