@@ -99,26 +99,24 @@ class RebuildingRun(ABC):
     async def run(self) -> None:
         await self.loop(self.urls)
 
-    async def next(self, lost: RanksLostError) -> Self:
+    async def next(self) -> Self:
         """As `Life.next`."""
         beginning = self._beginning
         assert beginning is not None, "set by `through_losses`"
         began = time.perf_counter()
         await asyncio.to_thread(RunRanks(*self.ranks).end)  # they write nothing more
-        rollout, urls = await asyncio.to_thread(self._without_lost_nodes)
-        plan, self.files.plan = rollout.plan, rollout.plan
+        self.rollout, self.urls = await asyncio.to_thread(self._without_lost_nodes)
+        plan = self.files.plan = self.rollout.plan
         if (resumed := self.files.resume()) is None:
             self.prompts.source.restore(beginning.prompts)
             set_random_state(beginning.random)
         if plan.config.takes_turns:
-            await release_servers(rollout, urls)
-        start = partial(start_ranks, self.launcher, plan, self.algorithm.loss, self.life + 1)
-        ranks = await asyncio.to_thread(start)
+            await release_servers(self.rollout, self.urls)
         life = copy(self)
-        life.life, life.resumed = self.life + 1, resumed
-        life.rollout, life.urls, life.runner = rollout, urls, rollout.episode_runner()
+        life.life, life.resumed, life.runner = self.life + 1, resumed, self.rollout.episode_runner()
         life.lost, life._lost_at, life.files.ends = None, began, True
-        life.attach(ranks)
+        start = partial(start_ranks, self.launcher, plan, self.algorithm.loss, life.life)
+        life.attach(await asyncio.to_thread(start))
         return life
 
     def _without_lost_nodes(self) -> tuple[RolloutSide, Sequence[str]]:
@@ -126,6 +124,8 @@ class RebuildingRun(ABC):
         `plan_on_rest`."""
         before = self.rollout.plan
         lost, replaced = self.launcher.replace_lost_nodes(before)
+        used = {slot.node for slot in before.placement.slots}
+        lost &= used  # others were left out before
         if not lost | replaced:
             return self.rollout, self.urls
         if replaced:
