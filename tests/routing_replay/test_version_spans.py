@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from routing_replay.versions import VersionSpan, check_all_versions, check_versions
+from routing_replay.versions import VersionSpan, check_all_versions, check_versions, step_of, version_of
 from tests.support.chosen import checked
 
 Case = tuple[tuple[VersionSpan, ...] | None, tuple[VersionSpan, ...], torch.Tensor]
@@ -53,3 +53,11 @@ def test_all_at_once_says_what_each_says(size: int) -> None:
         assert said_of(cases, at_once=True) == alone
         found.append(bool(alone))
     assert 0.1 < sum(found) / len(found) < 0.99
+
+
+def test_a_step_that_is_trained_again_has_a_greater_version_and_the_same_step() -> None:
+    """Servers refuse a lower version than they have, and samples are compared with steps."""
+    lives = [(step, life) for life in range(4) for step in (0, 1, 40)]
+    served = [version_of(*one) for one in lives]
+    assert served == sorted(set(served)) and served[:3] == [0, 1, 40]
+    assert [step_of(version) for version in served] == [step for step, _ in lives]

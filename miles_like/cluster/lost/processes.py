@@ -34,8 +34,8 @@ def actor_id(handle: Any) -> str:
 def dead_actors(ids: Collection[str]) -> Mapping[str, str]:
     """Those of the actors that Ray knows to be dead: id -> why. One request to the head node, whatever the number of
     actors."""
-    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())  # type: ignore[attr-defined]
-    table: Mapping[str, Mapping[str, Any]] = state.actor_table(None, job, "DEAD")  # type: ignore[no-untyped-call]
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    table: Mapping[str, Mapping[str, Any]] = state.actor_table(None, job, "DEAD")
     return {actor: why_died(str(table[actor]["DeathCause"])) for actor in ids if actor in table}
 
 

@@ -13,7 +13,7 @@ class RebuildBudget:
 
     def __init__(self, limit: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit, self.window_s, self._clock = limit, window_s, clock
-        self._losses: list[tuple[float, RanksLostError]] = []  # within the window
+        self._losses: list[tuple[float, str]] = []  # within the window: when, and what was lost
 
     @property
     def left(self) -> bool:
@@ -25,15 +25,15 @@ class RebuildBudget:
         nothing is rebuilt, and RuntimeError naming every loss of the window where it has too many."""
         if not self.limit:
             raise lost
-        self._losses = [*self._recent(), (self._clock(), lost)]
+        self._losses = [*self._recent(), (self._clock(), lost.what)]
         if len(self._losses) > self.limit:
-            each = "; ".join(f"{i}. {e.what}" for i, (_, e) in enumerate(self._losses, 1))
+            each = "; ".join(f"{i}. {what}" for i, (_, what) in enumerate(self._losses, 1))
             raise RuntimeError(
                 f"ranks were lost {len(self._losses)} times within {self.window_s:g} s, but cluster.rebuilds = "
                 f"{self.limit}: {each}; see logs/ in the run directory; --resume continues from the latest checkpoint"
             ) from lost
         return f"{len(self._losses)} of at most {self.limit} within {self.window_s:g} s"
 
-    def _recent(self) -> list[tuple[float, RanksLostError]]:
+    def _recent(self) -> list[tuple[float, str]]:
         now = self._clock()
-        return [(at, e) for at, e in self._losses if now - at < self.window_s]
+        return [(at, what) for at, what in self._losses if now - at < self.window_s]

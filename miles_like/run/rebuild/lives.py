@@ -31,7 +31,7 @@ class Life(Protocol):
     async def run(self) -> None:
         """To the end of the run. Raises RanksLostError, or an error that follows from one."""
 
-    async def next(self, lost: RanksLostError) -> Self:
+    async def next(self) -> Self:
         """The run from its last checkpoint, on ranks that are started for it. Raises as `run`; it may be called
         again."""
 
@@ -43,7 +43,7 @@ async def run_through_losses(life: Life, budget: RebuildBudget, say: Callable[[s
     while True:
         try:
             if lost is not None:
-                life = await life.next(lost)
+                life, lost = await life.next(), None  # an error holds what its frames do: the life before
             await unless_lost(life)
             return
         except Exception as e:

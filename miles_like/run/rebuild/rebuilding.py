@@ -107,7 +107,7 @@ class RebuildingRun(ABC):
         finally:
             await self.prompts.rewards.close()
 
-    async def next(self, lost: RanksLostError) -> Self:
+    async def next(self) -> Self:
         """As `Life.next`."""
         beginning = self._beginning
         assert beginning is not None, "set by `through_losses`"
@@ -115,8 +115,9 @@ class RebuildingRun(ABC):
         await asyncio.to_thread(RunRanks(*self.ranks).end)
         if (fence := self.rollout.plan.fence) is not None:
             fence.advance()  # ranks of a node that was cut off, and may come back, write nothing more
-        rollout, gone = await asyncio.to_thread(self._without_lost_nodes)
-        plan, self.files.plan = rollout.plan, rollout.plan
+        self.rollout, gone = await asyncio.to_thread(self._without_lost_nodes)
+        plan = self.files.plan = self.rollout.plan
+        self._urls = {number: url for number, url in self._urls.items() if number not in gone}
         if self.fleet is not None:
             self.fleet.lose(gone, "its node is lost")
         if (resumed := self.files.resume()) is None:
@@ -124,16 +125,13 @@ class RebuildingRun(ABC):
             set_random_state(beginning.random)
         if fence is not None:
             fence.begins(self.files.first)
-        urls = {number: url for number, url in self._urls.items() if number not in gone}
         if plan.config.takes_turns:
-            await release_servers(rollout, [*urls.values()])
-        start = partial(start_ranks, self.launcher, plan, self.algorithm.loss, self.life + 1)
-        ranks = await asyncio.to_thread(start)
+            await release_servers(self.rollout, [*self._urls.values()])
         life = copy(self)
-        life.life, life.resumed = self.life + 1, resumed
-        life.rollout, life._urls, life.runner = rollout, urls, rollout.episode_runner()
+        life.life, life.resumed, life.runner = self.life + 1, resumed, self.rollout.episode_runner()
         life.lost, life._lost_at, life.files.ends = None, began, True
-        life.attach(ranks)
+        start = partial(start_ranks, self.launcher, plan, self.algorithm.loss, life.life)
+        life.attach(await asyncio.to_thread(start))
         return life
 
     def _without_lost_nodes(self) -> tuple[RolloutSide, Collection[int]]:
@@ -141,6 +139,8 @@ class RebuildingRun(ABC):
         were there. Raises as `plan_on_rest`."""
         before = self.rollout.plan
         lost, replaced = self.launcher.replace_lost_nodes(before)
+        used = {slot.node for slot in before.placement.slots}
+        lost &= used  # others were left out before
         if not lost | replaced:
             return self.rollout, ()
         if replaced:
