@@ -372,6 +372,25 @@ class ServerLost(RuntimeError):
     elsewhere."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostRank:
+    """One rank whose process has ended, or does not answer."""
+
+    role: str  # trainer, critic, reference
+    index: int
+    node: str  # address of its node
+    why: str  # a clause
+
+
+class RanksLostError(RuntimeError):
+    """Ranks are lost, and with them the weights of their role."""
+
+    def __init__(self, what: str, remedy: str, lost: Sequence[LostRank]) -> None:
+        """what: names the ranks and the call that was under way, without the remedy."""
+        super().__init__(f"{what}: {remedy}")
+        self.what, self.lost = what, tuple(lost)
+
+
 @dataclass(frozen=True, slots=True)
 class ServerFault:
     """Why a server does not serve a version."""

@@ -148,9 +148,8 @@ RULES = {
     # rollout workers: the driver's side of them, which the loop calls, and their own
     "miles_like.cluster.workers": f"{CONTRACTS} routing_replay rollout.concurrency miles_like.batch"
     " miles_like.checkpoint miles_like.cluster miles_like.loop miles_like.nodes miles_like.report miles_like.storage",
-    # rollout servers that fail and are restarted: states, and the watch beside the loop. A server cannot join where the
-    # ranks that publish to it are lost, which is no fault of the server
-    "miles_like.fleet": f"{CONTRACTS} rollout.episodes rollout.wire miles_like.cluster.lost",
+    # rollout servers that fail and are restarted: states, and the watch beside the loop.
+    "miles_like.fleet": f"{CONTRACTS} rollout.episodes rollout.wire",
     "miles_like.alignment.layers": "",
     "miles_like.alignment": f"{CONTRACTS} quant routing_replay rollout.episodes rollout.publish rollout.seeds"
     " rollout.sglang rollout.wire megatron_bridge.config miles_like.algorithms.terms miles_like.batch"

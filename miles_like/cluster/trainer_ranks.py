@@ -20,7 +20,6 @@ from torch import Tensor
 from miles_like.batch.packing import cut_shard
 from miles_like.cluster.actors import Process
 from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
-from miles_like.cluster.lost.errors import LostRank, RanksLostError
 from miles_like.cluster.lost.processes import LOST, actor_id, end_processes, first_deaths, why_died
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.rank import Place, PublisherFactory, Rank, TrainerFactory
@@ -30,7 +29,7 @@ from miles_like.nodes.stacks import root_of, write_report
 from miles_like.nodes.waits import error_message, first_cause, ignore_exception, root_cause, timed_out, write_stacks
 from miles_like.nodes.work import DEFAULT_TIMEOUT_S
 from miles_like.records import AnyBatch, PlannedBatch
-from miles_like.types import PublishReport, Scored, StepReport, TrainBatch
+from miles_like.types import LostRank, PublishReport, RanksLostError, Scored, StepReport, TrainBatch
 from routing_replay.versions import version_of
 
 

@@ -22,12 +22,11 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from miles_like.cluster.lost.errors import RanksLostError
 from miles_like.fleet.control import ControlFiles, Request
 from miles_like.fleet.health import HealthError, look_at
 from miles_like.fleet.roster import Roster, Server, of_urls
 from miles_like.fleet.states import Event, State
-from miles_like.types import PublishReport, ServerFault, ServerLost
+from miles_like.types import PublishReport, RanksLostError, ServerFault, ServerLost
 from rollout.episodes.serving import Serving
 from rollout.wire import endpoints
 

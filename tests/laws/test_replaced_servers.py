@@ -24,6 +24,7 @@ import torch
 from miles_like.checkpoint.ledger_audit import audit
 from tests.support import replaced_run
 from tests.support.forked import tail
+from tests.support.kill_points import Kill, witnesses
 from tests.support.local_run import OF_SERVERS, Runs, tensors, untimed
 from tests.support.refusals import check_refusal
 
@@ -65,8 +66,9 @@ def run(
     spares: int = 3,
     in_spare: str = "none",
     loop: str | None = None,
+    kill: Kill | None = None,
 ) -> int:
-    arguments = (where, runs.home, (*TWO, *settings), fault, numbers, point, spares, in_spare, loop)
+    arguments = (where, runs.home, (*TWO, *settings), fault, numbers, point, spares, in_spare, loop, kill)
     return runs.call(where / "driver.log", replaced_run.drive, *arguments)
 
 
@@ -138,6 +140,27 @@ def test_a_server_that_fails_while_it_samples_is_replaced_beside_the_run(runs: R
     same(where, whole)
     assert [state for state in states(where) if state != "suspect"][:2] == ["dead", "restarting"]
     assert sum(counts(where, "rollout/reissued")) > 0
+
+
+@pytest.mark.parametrize("path", ["tensor", pytest.param("disk", marks=LONG), pytest.param("distributed", marks=LONG)])
+def test_a_server_that_restarts_when_a_trainer_rank_is_lost_joins_the_rebuilt_ranks(
+    runs: Runs, whole: Path, path: str
+) -> None:
+    """Its process starts only once the rank was killed. One fleet has both lives of the ranks, and each life an epoch
+    of the directory."""
+    where, kill = runs.home / f"rank-too-{path}", Kill(victim="rank", point="step", step=2, where="before")
+    settings = (*SETTINGS[path], "checkpoint.every=2", "cluster.rebuilds=1")
+    status = run(runs, where, settings, "killed", point="generation", spares=1, in_spare="waits", kill=kill)
+    assert status == 0, tail(where / "driver.log")
+    same(where, whole)
+    (seen,) = witnesses(where)
+    assert seen["seen"]["with_gradient"] > 0, "in mid-step"
+    of_server = [state for state in states(where) if state != "suspect"]
+    assert of_server in (BACK[:n] for n in range(2, 5)), "it may come back after the end"
+    before, _, after = log(where).partition("Trainer ranks are rebuilt (1 of at most 1")
+    assert "is restarting" in before and "is restarting" not in after and "is stale" not in before
+    assert not states(where, 0) and "step 3 is next" in after
+    assert json.loads((where / "epoch.json").read_text())["begun"] == [[1, 0], [2, 2]]
 
 
 @LONG

@@ -66,6 +66,12 @@ def witnesses(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def wait() -> None:
+    """Until the next kill is done."""
+    while len(witnesses(_run_dir)) == _before:
+        time.sleep(0.01)
+
+
 def _at(point: str, step: int) -> Kill | None:
     kill = _armed()
     return kill if kill is not None and (kill.point, kill.step) == (point, step) else None

@@ -14,7 +14,6 @@ from typing import Any
 
 from megatron_bridge.config import TrainerConfig
 from miles_like.cluster.factories import MegatronFactory
-from miles_like.cluster.lost.errors import RanksLostError
 from miles_like.cluster.placement import Role, Slot
 from miles_like.cluster.rank import Rank
 from miles_like.cluster.trainer_ranks import RayTrainer
@@ -24,6 +23,7 @@ from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.teachers import TeacherPlaces
 from miles_like.run.setup.worker_side import worker_recipe, worker_slots, workers_of
+from miles_like.types import RanksLostError
 from rollout.sglang.servers import ServerLaunch, embedded_command
 from rollout.sglang.startup import Progress
 from tests.support.forked import Forked, Gone

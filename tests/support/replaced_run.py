@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from rollout.embedded.engine.engine import Engine
-from tests.support import local_run
+from tests.support import kill_points, local_run
 from tests.support.broken_servers import ACTS, plant_once, plant_stale
 
 VERSION = 2  # at which a server goes wrong
 FAULTS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "stale": plant_stale,
+    "waits": kill_points.wait,  # for the kill of a rank, before it starts
     **{name: partial(plant_once, name, VERSION) for name in ("killed", "stopped", "out of memory")},
 }
 
@@ -29,16 +30,17 @@ def drive(
     spares: int,
     in_spare: str = "none",
     loop: str | None = None,
+    kill: kill_points.Kill | None = None,
 ) -> int:
     """numbers: of the servers that go wrong. point: "publication", or "generation": it gets a signal while it samples.
-    in_spare: the fault of those that replace them. loop: as in local_run.drive."""
+    in_spare: the fault of those that replace them. loop, kill: as in local_run.drive."""
 
     def in_server(number: int) -> None:
         if number in numbers:
             FAULTS[fault]() if point == "publication" else plant_in_generation(fault, VERSION)
 
     more: dict[str, Any] = {"in_server": in_server, "in_spare": FAULTS[in_spare], "spares": spares}
-    return local_run.drive(run_dir, home, settings, None, loop, **more)
+    return local_run.drive(run_dir, home, settings, kill, loop, **more)
 
 
 def plant_in_generation(name: str, version: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from miles_like.cluster.lost.errors import RanksLostError
+from miles_like.types import RanksLostError
 
 
 class RebuildBudget:

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
-from miles_like.cluster.lost.errors import RanksLostError, lost_ranks_error
 from miles_like.run.rebuild.budget import RebuildBudget
+from miles_like.types import RanksLostError
 
 
 class WatchedRanks(Protocol):
@@ -70,3 +70,14 @@ async def unless_lost(life: Life) -> None:
         for one in (task, *watches):
             if not one.cancelled():
                 one.exception()  # seen: another error is raised in its place
+
+
+def lost_ranks_error(error: BaseException | None) -> RanksLostError | None:
+    """The RanksLostError that `error` is or follows from; None: ranks are not its cause."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, RanksLostError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None

@@ -14,7 +14,6 @@ from typing import Protocol, Self
 from rich.console import Console
 
 from miles_like.checkpoint.random_state import random_state, set_random_state
-from miles_like.cluster.lost.errors import RanksLostError, lost_ranks_error
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.fleet.fleet import Fleet
 from miles_like.loop.recorder import Recorder
@@ -22,14 +21,14 @@ from miles_like.protocols import Algorithm
 from miles_like.rewards.load import Rewards
 from miles_like.run.rebuild.budget import RebuildBudget
 from miles_like.run.rebuild.layout import named, plan_on_rest, servers_of
-from miles_like.run.rebuild.lives import run_through_losses
+from miles_like.run.rebuild.lives import lost_ranks_error, run_through_losses
 from miles_like.run.rebuild.ranks import RunRanks, start_ranks
 from miles_like.run.setup.fleet import RunningServers, run_fleet
 from miles_like.run.setup.launcher import Launcher
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.trainer_side import Resumed, RunFiles
 from miles_like.run.setup.turn_taking import release_servers
-from miles_like.types import Json
+from miles_like.types import Json, RanksLostError
 from rollout.episodes.runner import EpisodeRunner
 from rollout.prompts.mix import PromptSource
 

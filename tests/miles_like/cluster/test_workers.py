@@ -25,12 +25,11 @@ from miles_like.batch.packing import pack
 from miles_like.batch.unpacking import unpack
 from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
 from miles_like.cluster.factories import MegatronFactory
-from miles_like.cluster.lost.errors import RanksLostError
 from miles_like.cluster.placement import Role, Slot
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
 from miles_like.nodes.session import start_ray, stop_ray
-from miles_like.types import REFERENCE, TrainBatch
+from miles_like.types import REFERENCE, RanksLostError, TrainBatch
 from routing_replay.align import pack_rows
 from routing_replay.rank_routes import RankRoutes, fed_routes
 from routing_replay.trace import RoutingTrace

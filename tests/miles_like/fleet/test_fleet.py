@@ -20,7 +20,7 @@ from miles_like.fleet.control import ControlFiles, Request, ask, status
 from miles_like.fleet.fleet import Fleet
 from miles_like.fleet.roster import Roster
 from miles_like.fleet.states import Event, State
-from miles_like.types import PublishReport, ServerFault, ServerLost
+from miles_like.types import PublishReport, RanksLostError, ServerFault, ServerLost
 from rollout.episodes.serving import Serving
 from rollout.sglang.startup import Progress
 from tests.support.refusals import refuses
@@ -41,6 +41,7 @@ class World:
     dead: set[int] = field(default_factory=set)
     cannot: set[int] = field(default_factory=set)
     wrong: set[str] = field(default_factory=set)
+    ranks_lost: bool = False
     looks: dict[str, Callable[[], Awaitable[int]]] = field(default_factory=dict)
     log: list[Any] = field(default_factory=list)
     reported: list[str] = field(default_factory=list)
@@ -99,6 +100,8 @@ class World:
 
     async def join_version(self, urls: Collection[str]) -> Sequence[ServerFault]:
         self.log.append(("join", sorted(urls)))
+        if self.ranks_lost:
+            raise RanksLostError("publish: trainer rank 0", "see logs/", ())
         wrong = [url for url in urls if url in self.wrong]
         self.fleet.verified(set(urls) - set(wrong), 4)
         return [ServerFault(url, f"server {url} differs by 0.1 nats", answers=True) for url in wrong]
@@ -169,6 +172,52 @@ def test_a_server_with_wrong_weights_never_serves_and_the_run_goes_on_without_it
         assert w.log.count(("restart", 1)) == 2 and "differs by 0.1 nats" in w.roster.servers[1].why
         assert w.fleet.metrics()["rollout/servers_healthy"] == 1.0
         await w.until(lambda: ("halt", 1) in w.log)
+
+    world().run(check, monkeypatch)
+
+
+def test_between_two_lives_of_the_ranks_servers_are_restarted_and_none_joins(
+    world: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next life publishes to those that are healthy; the others join it."""
+
+    async def check(w: World) -> None:
+        await w.fleet.prepare()  # a publication in which the ranks are lost
+        await w.fleet.detach()
+        w.dead.add(1)
+        await w.until(lambda: w.state(1) is State.STALE)
+        await asyncio.sleep(10 * TICK_S)
+        assert w.log == [("halt", 1), ("restart", 1)], "it stays as it is, without a join"
+        w.fleet.attach(w, [A])  # made before the other one had answered
+        await w.fleet.prepare()
+        assert w.fleet.targets == {A} and w.log[2:] == [("admit", B)]
+        w.fleet.verified([A], 4)
+        await w.fleet.settled()
+        assert w.log[3:] == [("join", [B])] and w.served[-1] == {A, B}
+
+    world().run(check, monkeypatch)
+
+
+def test_a_server_whose_join_loses_the_ranks_is_not_at_fault(world: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check(w: World) -> None:
+        w.ranks_lost = True
+        w.dead.add(1)
+        await w.until(lambda: ("join", [B]) in w.log)
+        await asyncio.sleep(10 * TICK_S)
+        assert w.state(1) is State.STALE and w.log.count(("restart", 1)) == 1
+        with pytest.raises(RanksLostError):
+            await w.fleet.settled()
+
+    world().run(check, monkeypatch)
+
+
+def test_a_server_of_a_lost_node_is_retired_at_once(world: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check(w: World) -> None:
+        w.fleet.lose({1}, "its node is lost")
+        assert w.state(1) is State.RETIRED and w.served[-1] == {A}
+        await w.until(lambda: ("halt", 1) in w.log)
+        await asyncio.sleep(10 * TICK_S)
+        assert ("restart", 1) not in w.log and w.roster.servers[1].why == "its node is lost"
 
     world().run(check, monkeypatch)
 

@@ -1,5 +1,5 @@
-"""How lost ranks are described, and the end of processes that remain. The words of Ray 2.60 are those of its
-table of actors. Not covered: several nodes."""
+"""Why an actor has died, and the end of processes that remain. The words of Ray 2.60 are those of its table of actors.
+Not covered: several nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from miles_like.cluster.lost.errors import LostRank, RanksLostError, lost_ranks_error
 from miles_like.cluster.lost.processes import _end, why_died
 
 DIED = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: ..."
@@ -18,25 +17,10 @@ GONE = (
     "infeasible, and soft=False was specified."
 )
 NODE = "The actor is dead because its node has died. Node Id: 1f"
-LOST = RanksLostError("train: trainer rank 1", "see logs/", [LostRank(role="trainer", index=1, node="::1", why="died")])
 
 
 def test_a_lost_node_is_told_from_a_dead_process() -> None:
     assert why_died(NODE) == why_died(GONE) == "its node is lost" and "process died" in why_died(DIED)
-
-
-def test_an_error_that_follows_from_lost_ranks_is_told_from_others() -> None:
-    def raised() -> Exception:
-        try:
-            try:
-                raise LOST
-            except RuntimeError as e:
-                raise ValueError("the experience of step 3 is missing") from e
-        except ValueError as e:
-            return e
-
-    assert lost_ranks_error(raised()) is LOST and lost_ranks_error(LOST) is LOST
-    assert lost_ranks_error(RuntimeError("CUDA error")) is None
 
 
 @pytest.fixture

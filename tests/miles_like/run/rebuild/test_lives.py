@@ -9,9 +9,9 @@ from typing import Self
 
 import pytest
 
-from miles_like.cluster.lost.errors import LostRank, RanksLostError
 from miles_like.run.rebuild.budget import RebuildBudget
-from miles_like.run.rebuild.lives import run_through_losses
+from miles_like.run.rebuild.lives import lost_ranks_error, run_through_losses
+from miles_like.types import LostRank, RanksLostError
 from tests.support.refusals import refuses
 
 
@@ -111,3 +111,19 @@ def test_losses_are_counted_within_the_window() -> None:
     assert not budget.left
     clock[0] = 60.0
     assert budget.left and "1 of at most 1" in budget.spend(loss("b"))
+
+
+def test_an_error_that_follows_from_lost_ranks_is_told_from_others() -> None:
+    lost = loss("a")
+
+    def raised() -> Exception:
+        try:
+            try:
+                raise lost
+            except RuntimeError as e:
+                raise ValueError("the experience of step 3 is missing") from e
+        except ValueError as e:
+            return e
+
+    assert lost_ranks_error(raised()) is lost and lost_ranks_error(lost) is lost
+    assert lost_ranks_error(RuntimeError("CUDA error")) is None
