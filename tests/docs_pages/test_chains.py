@@ -9,6 +9,7 @@ figures of the pages; the configurations for GPUs, which test_docs_snippets.py l
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,12 +72,17 @@ def figures(reader: Reader, name: str) -> dict[str, Any]:
     return dict(json.loads((reader.home / "runs" / name).read_text()))
 
 
+def _is(response: str, answer: str) -> bool:
+    """Whether they are the same number, as 03 and 3."""
+    return re.fullmatch(r"-?\d+", response.strip()) is not None and int(response) == int(answer)
+
+
 def check_pairs(reader: Reader, name: str) -> None:
     """Of the model's answers to training prompts, none of which is held out, the right one is chosen."""
     parts = [list(read_rows(str(reader.home / "runs" / f"{name}{part}.jsonl"))) for part in ("", "_heldout")]
     for pairs in parts:
         assert len(pairs) > 200
-        assert all(p["chosen"].strip() == p["answer"] != p["rejected"].strip() for p in pairs)
+        assert all(_is(p["chosen"], p["answer"]) and not _is(p["rejected"], p["answer"]) for p in pairs)
     first, second = ({p["prompt"] for p in pairs} for pairs in parts)
     assert not first & second
 
