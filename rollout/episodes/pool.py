@@ -97,7 +97,7 @@ class EnginePool:
         `saved` tokens less."""
         there = self._there()
         e = min(there, key=self._load.__getitem__)
-        if home in there and self._load[home] - self._load[e] <= saved:
+        if home is not None and home in there and self._load[home] - self._load[e] <= saved:
             e = home
         self._load[e] += cost
         return e
