@@ -241,7 +241,7 @@ class TrainingRun:
                 urls=urls,
                 version=self.resumed.state.weight_version if self.resumed else 0,
                 publication=self.publication,
-                uses=ServerUses(pool=pool, clients=(clients, eval_clients), tell=workers and workers.serve),
+                uses=ServerUses(pool=pool, clients=(clients, eval_clients), tell=workers.serve if workers else None),
                 say=partial(_say, self.console),
             )
         checks = self.checks(checked)
