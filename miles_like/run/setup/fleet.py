@@ -1,4 +1,4 @@
-"""Makes the fleet of a run: its servers, what publishes to them, and who sends them requests."""
+"""Makes the fleet of a run: its servers, what publishes to them, and what sends them requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RunningServers(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerUses:
-    """Who sends requests to servers. clients: of this process, to sample and to evaluate; tell: the rollout workers."""
+    """What sends requests to servers. clients: of this process, to sample and to evaluate; tell: the rollout workers."""
 
     pool: EnginePool
     clients: tuple[list[ServerClient], list[ServerClient]]
