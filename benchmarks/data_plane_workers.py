@@ -60,7 +60,7 @@ class Replayed:
         return Sampling(
             sampler=sampler,
             partial=sampler,
-            engines=sampler,
+            serve=lambda urls: None,
             filter=lambda group: None,
             answer=sampler,
             work=sampler,

@@ -181,14 +181,11 @@ class RayServers:
         ip, _ = get_result(actor.address.remote(), name, ACTOR_S)
         placed = replace(launch, host="127.0.0.1" if self._here else ip, index=slot.index)
         get_result(actor.begin.remote(placed), name, ACTOR_S)
-        for of, one in (
-            (self._placed, placed),
-            (self._names, name),
-            (self._logs, log),
-            (self._actors, actor),
-            (self._slots, slot),
-        ):
-            of.append(one)  # type: ignore[attr-defined]
+        self._placed.append(placed)
+        self._names.append(name)
+        self._logs.append(log)
+        self._actors.append(actor)
+        self._slots.append(slot)  # last: other threads find the rest by it
 
     def _parts(self, server: int) -> list[int]:
         return [i for i, slot in enumerate(self._slots) if slot.index == server]

@@ -6,6 +6,7 @@ users; a run reads what is appended while it runs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -87,10 +88,12 @@ class ControlFiles:
         return [_read(line) for line in whole.split(b"\n") if line]
 
     def write(self, servers: Sequence[Json], *, ended: bool = False) -> None:
+        """A run goes on where the disk is full: the console has the changes too."""
         path = self.run_dir / FOLDER / "status.json"
         part = path.with_suffix(".part")
-        part.write_text(json.dumps({"ended": ended, "pid": os.getpid(), "at": time.time(), "servers": servers}))
-        part.replace(path)
+        with contextlib.suppress(OSError):
+            part.write_text(json.dumps({"ended": ended, "pid": os.getpid(), "at": time.time(), "servers": servers}))
+            part.replace(path)
 
 
 def _read(line: bytes) -> Request | str:

