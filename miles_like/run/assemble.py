@@ -92,7 +92,7 @@ def stage_functions(
 
         launcher, plan = Launcher(cluster), model_plan(config, run_dir, served, weights, fence)
         if config.servers is None:
-            from miles_like.launch.supervised import train_supervised
+            from miles_like.run.supervised import train_supervised
 
             train_supervised(plan, console, resume=resume, launcher=launcher)
         else:
