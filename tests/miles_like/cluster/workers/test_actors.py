@@ -174,7 +174,7 @@ def test_calls_of_a_silent_worker_end_and_those_of_one_that_answers_do_not(monke
         calls = [asyncio.create_task(pulse.answer(c)) for c in (late, call(3600))]
         silent.set()
         for one in calls:
-            with pytest.raises(actors.WorkerEnded, match="no sign of life for 0.2 s, its stacks are in x"):
+            with pytest.raises(actors.WorkerEnded, match=r"no sign of life for 0\.2 s, its stacks are in x"):
                 await one
         assert killed == [worker]
         with pytest.raises(actors.WorkerEnded):
