@@ -9,6 +9,8 @@ step are made. Measured together:
 - `epoch`: looks at the epoch of the run directory before writes and requests (`storage/fencing.Fence.check`), on this
   machine's temporary directory; CHECKS of them.
 
+Not counted: what Ray itself does for a call.
+
 Goals: all of it < 2 % of the step, and < 0.5 % for what is not a request: `call` and `epoch`.
 
     python benchmarks/watching.py [--quick]

@@ -104,7 +104,7 @@ class Unscored:
     """The reward could not be computed: the sample is discarded rather than scored 0."""
 
     reason: str  # a few words; discarded samples are counted per reason
-    # the server that computes it does not answer, or has an error of its own: it may come back
+    # the server that computes it does not answer, or reports an internal error: it may come back
     away: bool = field(default=False, compare=False)
 
 

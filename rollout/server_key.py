@@ -26,6 +26,13 @@ _SAMPLING = frozenset({endpoints.GENERATE, endpoints.MODEL_INFO, endpoints.SERVE
 _SHAPE = re.compile(r"[\x21-\x7e]{16,512}")
 
 
+def is_sampling(endpoint: str) -> bool:
+    """Whether a path, which may end with a query, takes the key for sampling and queries; otherwise that for
+    control."""
+    path = endpoint.partition("?")[0]
+    return path in _SAMPLING or path.startswith(endpoints.OPENAI)
+
+
 @dataclass(frozen=True, slots=True)
 class ServerKey:
     """`repr` shows neither secret."""
@@ -64,8 +71,7 @@ class ServerKey:
         return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._of(endpoint).encode())
 
     def _of(self, endpoint: str) -> str:
-        path = endpoint.partition("?")[0]
-        return self.sampling if path in _SAMPLING or path.startswith(endpoints.OPENAI) else self.control
+        return self.sampling if is_sampling(endpoint) else self.control
 
     def redact(self, output: bytes) -> bytes:
         """`output` with both secrets replaced."""

@@ -171,7 +171,8 @@ RULES = {
     " miles_like.storage miles_like.supervised",
     "miles_like.doctor": "miles_like.check_results miles_like.nodes miles_like.variables",
     # scripts and manifests that start a run; they name no process of it
-    "miles_like.launch": "miles_like.config.sections miles_like.stopping miles_like.variables",
+    # storage: whether a start that is repeated has begun
+    "miles_like.launch": "miles_like.config.sections miles_like.stopping miles_like.storage miles_like.variables",
     "miles_like.planning.memory": "quant megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
     " megatron_bridge.convert.directory miles_like.device_table rollout.config",
     "miles_like.planning": "megatron_bridge.config megatron_bridge.families miles_like.cluster miles_like.config"
@@ -203,7 +204,7 @@ RULES = {
     " miles_like.rewards miles_like.run miles_like.stopping",
     "miles_like.commands": "quant.hf_config megatron_bridge.config megatron_bridge.fake megatron_bridge.plan"
     " rollout.embedded.server rollout.server_key miles_like.api miles_like.command_errors"
-    " miles_like.config miles_like.device_table miles_like.doctor miles_like.hf miles_like.limits"
+    " miles_like.config miles_like.device_table miles_like.doctor miles_like.hf miles_like.launch miles_like.limits"
     " miles_like.pipeline miles_like.preflight miles_like.report miles_like.run miles_like.simulation"
     " miles_like.variables",
     "miles_like.commands.data": "miles_like.command_errors miles_like.commands miles_like.datasets miles_like.run",

@@ -73,7 +73,7 @@ def train(
 
 def _supervised(run_dir: Path, settings: CheckpointConfig) -> int:
     """Runs this command's words without `--supervise` in a process that is started again; the status."""
-    from miles_like.run.supervise import Restarts, Supervisor, command_line
+    from miles_like.launch.supervise import Restarts, Supervisor, command_line
 
     limits = Restarts(most=settings.restarts, window_s=settings.restart_window_s, wait_s=settings.restart_wait_s)
 

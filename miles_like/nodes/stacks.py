@@ -188,8 +188,8 @@ def write_report(directory: Path, name: str, head: str, found: Mapping[str, Stac
         path = next(p for n in range(1, 10_000) if not (p := directory / f"{name}_{n}.txt").exists())
         with path.open("x", encoding="utf-8") as out:
             out.write(f"{head}\n")
-            for who, s in found.items():
-                out.write(f"\n==== {who}, process {s.pid} on {s.host}, state {s.state}\n")
+            for name_of, s in found.items():
+                out.write(f"\n==== {name_of}, process {s.pid} on {s.host}, state {s.state}\n")
                 out.write(s.text or "its stacks could not be read\n")
                 out.write(f"({s.note})\n" if s.note else "")
             out.write(f"\n==== driver, process {os.getpid()} on {socket.gethostname()}\n")

@@ -28,12 +28,18 @@ class JsonlSink:
 class TensorboardSink:
     """Event files under `folder`. Points of earlier files after step `first` are purged: all of them with first = 0."""
 
-    def __init__(self, folder: Path, *, first: int = 0) -> None:
+    def __init__(self, folder: Path, *, first: int = 0, fence: Fencing | None = None) -> None:
+        """fence: checked before each row; None: the directory has no epochs."""
+        self._fence = fence
         self._writer = SummaryWriter(str(folder), purge_step=first + 1 if first else 0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raises as `Fencing.check`, and has written nothing then."""
+        if self._fence is not None:
+            self._fence.check()
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
+        self._writer.flush()  # its thread would write later, without a look at the epoch
 
     def close(self) -> None:
         self._writer.close()

@@ -134,7 +134,7 @@ def test_a_trainer_rank_is_stopped_in_mid_run(home: Path) -> None:
     assert not (run_dir / ".complete.json").exists()
 
 
-@pytest.mark.long(beside="tests/miles_like/run/test_supervise.py")
+@pytest.mark.long(beside="tests/miles_like/launch/test_supervise.py")
 def test_a_killed_driver_is_started_again_and_leaves_the_run_that_was_not_killed(home: Path) -> None:
     """By --supervise: the supervisor goes on, and nothing is left running after its end."""
     settings = [f"--set={s}" for s in ("alignment.deterministic=true", "train.steps=6", "checkpoint.every=1")]

@@ -69,7 +69,7 @@ def stop_and_continue(run_dir: Path, home: Path, settings: Sequence[str]) -> int
         "first": os.waitstatus_to_exitcode(stale),
         "files": len(after),
         "changed": sorted(name for name in after.keys() | now.keys() if after.get(name) != now.get(name)),
-        "told": tail(run_dir / "first.log", 1),
+        "last_line": tail(run_dir / "first.log", 1),
     }
     (run_dir.parent / "seen.json").write_text(json.dumps(seen))
     return 0
@@ -84,7 +84,7 @@ def test_a_driver_that_comes_back_after_its_successor_changes_nothing(tmp_path: 
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert STOPPED_AFTER < seen["rows"] <= STEPS, "stopped in mid-run"
     assert seen["second"] == 0, tail(run_dir / "second.log")
-    assert seen["first"] == 2 and "epoch 1" in seen["told"] and "epoch 2 has begun" in seen["told"], seen
+    assert seen["first"] == 2 and "epoch 1" in seen["last_line"] and "epoch 2 has begun" in seen["last_line"], seen
     assert seen["changed"] == [] and seen["files"] > 20
     assert (run_dir / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes()
     assert untimed(run_dir / "metrics.jsonl") == untimed(whole / "metrics.jsonl")

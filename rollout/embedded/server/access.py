@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from rollout.embedded.openai.errors import error_json
-from rollout.server_key import VARIABLE, ServerKey
+from rollout.server_key import VARIABLE, ServerKey, is_sampling
 from rollout.wire import endpoints
 
 _EPOCH = endpoints.EPOCH.encode()
@@ -79,7 +79,8 @@ class Access:
             if not self._key.admits(scope["path"], given):
                 path = scope["path"][:200]
                 return 401, f"the key of this request does not allow {path}: send the key for this endpoint"
-        return self._of_its_epoch(headers.get(_EPOCH))
+        # not where the key for sampling suffices, whose clients must not raise the epoch
+        return None if is_sampling(scope["path"]) else self._of_its_epoch(headers.get(_EPOCH))
 
     def _of_its_epoch(self, given: bytes | None) -> tuple[int, str] | None:
         """Notes the epoch of a request; as `_refusal`. given: None: a client that is no process of a run."""

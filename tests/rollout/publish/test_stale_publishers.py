@@ -107,7 +107,7 @@ def test_a_server_refuses_requests_of_an_earlier_epoch_than_it_has_had() -> None
             (endpoints.PAUSE, of(3)),
             (update, of(2)),
             (endpoints.END_UPDATE, of(1)),
-            (endpoints.GENERATE, {}),  # of a client that is no publisher
+            (endpoints.GENERATE, of(9)),  # of a client that is no publisher
             (update, of(3)),
             (update, of("4 or so")),
             (endpoints.HEALTH, of(1)),

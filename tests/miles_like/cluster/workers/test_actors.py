@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -145,6 +146,39 @@ def test_values_go_from_ranks_to_workers_and_between_workers(nodes: Any, tmp_pat
         assert any(lost.value.has_lost(g) for g in groups)
         await loop.workers.close()
         await trainer.close()
+
+    asyncio.run(run())
+
+
+def test_calls_of_a_silent_worker_end_and_those_of_one_that_answers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a call takes. What a silent worker answers later is not waited for."""
+    killed: list[object] = []
+    monkeypatch.setattr(actors.ray, "kill", killed.append)
+
+    async def run() -> None:
+        silent = asyncio.Event()
+
+        async def pid() -> int:
+            if silent.is_set():
+                await asyncio.sleep(3600)
+            return 7
+
+        async def call(seconds: float) -> str:
+            await asyncio.sleep(seconds)
+            return "done"
+
+        worker = SimpleNamespace(pid=SimpleNamespace(remote=pid))
+        pulse = actors.Pulse(worker, 0.2, lambda: ", its stacks are in x", every_s=0.01)
+        assert await pulse.answer(call(0.5)) == "done" and not killed
+        late = asyncio.ensure_future(call(0.5))
+        calls = [asyncio.create_task(pulse.answer(c)) for c in (late, call(3600))]
+        silent.set()
+        for one in calls:
+            with pytest.raises(actors.WorkerEnded, match=r"no sign of life for 0\.2 s, its stacks are in x"):
+                await one
+        assert killed == [worker]
+        with pytest.raises(actors.WorkerEnded):
+            await pulse.answer(call(3600))
 
     asyncio.run(run())
 

@@ -1,8 +1,8 @@
 """`miles-like train --supervise`: a small process that starts the driver of a run and starts it again after its death.
 
-It imports neither torch nor Ray, so that what kills a driver seldom kills it too. The driver is in a process group of
-its own: the supervisor passes on every SIGTERM, SIGINT and SIGHUP that it gets, once. A driver whose supervisor ends
-gets SIGTERM from the kernel, and saves.
+It imports neither torch nor Ray, so that what kills a driver seldom kills it too. The driver is in a separate
+process group: the supervisor passes on every SIGTERM, SIGINT and SIGHUP that it gets, once. A driver whose supervisor
+ends gets SIGTERM from the kernel, and saves.
 
 A driver is started again where it could not say why it ended: by a signal, or with a status that no command gives. All
 statuses that commands give (0, 2, 75, 130, 143) are passed on: 2 would come again, 75 is the end of the machine's time,

@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from miles_like.run.supervise import Restarts, Supervisor, restart_words
+from miles_like.launch.supervise import Restarts, Supervisor, restart_words
 from miles_like.stopping import command_began
 from miles_like.storage.fencing import Fence
 from miles_like.variables import COMMAND_BEGAN
 from tests.support.fakes import wait_until
 
-# the driver: notes its words, begins the run where it is told to, and ends by the plan of this start
+# the driver: notes its words, begins the run where the plan has a path, and ends by the plan of this start
 DRIVER = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -56,12 +56,12 @@ class Supervised:
     None (waits)."""
 
     def __init__(self, where: Path, plan: Sequence[Any], *words: str, most: int = 3, window_s: float = 60.0) -> None:
-        self.where, self.told = where, list[str]()
+        self.where, self.sentences = where, list[str]()
         self.supervisor = Supervisor(
             words=[sys.executable, "-S", "-c", DRIVER, str(where), json.dumps(plan), "--supervise", *words],
             run_dir=where,
             restarts=Restarts(most=most, window_s=window_s, wait_s=0.01),
-            say=self.told.append,
+            say=self.sentences.append,
         )
 
     def run(self) -> int:
@@ -77,7 +77,7 @@ def test_a_status_that_the_driver_gives_is_passed_on(tmp_path: Path, status: int
     """2: an error that would come again; 75: the machine's time is over, and the batch system starts it again."""
     one = Supervised(tmp_path, [status])
     assert one.run() == status
-    assert [words for words, *_ in one.starts] == [[]] and not one.told
+    assert [words for words, *_ in one.starts] == [[]] and not one.sentences
 
 
 def test_a_driver_that_dies_is_started_again_until_it_ends(tmp_path: Path) -> None:
@@ -89,8 +89,12 @@ def test_a_driver_that_dies_is_started_again_until_it_ends(tmp_path: Path) -> No
     assert [words for words, *_ in one.starts] == [["--fresh", "--set", "a=1"]] * 2 + [again] * 2
     (began,) = {began for _, began, _ in one.starts}
     assert before - 1 < float(began) < time.time()
-    assert "SIGKILL" in one.told[0] and "restart 1 of 3" in one.told[0] and "from the beginning" in one.told[0]
-    assert "--resume" in one.told[1] and "status 1" in one.told[2] and len(one.told) == 3
+    assert (
+        "SIGKILL" in one.sentences[0]
+        and "restart 1 of 3" in one.sentences[0]
+        and "from the beginning" in one.sentences[0]
+    )
+    assert "--resume" in one.sentences[1] and "status 1" in one.sentences[2] and len(one.sentences) == 3
 
 
 def test_a_run_that_was_there_before_is_not_resumed_in_place_of_a_fresh_one(tmp_path: Path) -> None:
@@ -104,7 +108,7 @@ def test_the_budget_is_of_a_window_and_its_end_is_named(tmp_path: Path) -> None:
     one = Supervised(tmp_path, [-11], most=2)
     assert one.run() == 128 + signal.SIGSEGV
     assert len(one.starts) == 3
-    assert "checkpoint.restarts = 2 within 60 s" in one.told[-1] and "SIGSEGV" in one.told[-1]
+    assert "checkpoint.restarts = 2 within 60 s" in one.sentences[-1] and "SIGSEGV" in one.sentences[-1]
     spread = Supervised(tmp_path / "b", [-9, -9, -9, -9, 0], most=1)
     (tmp_path / "b").mkdir()
     times = iter(range(0, 1000, 61))
@@ -134,7 +138,7 @@ def test_a_driver_does_not_outlive_its_supervisor(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
         f"sys.path.insert(0, {ROOT!r})\n"
-        "from miles_like.run.supervise import Restarts, Supervisor\n"
+        "from miles_like.launch.supervise import Restarts, Supervisor\n"
         f"words = [sys.executable, '-S', '-c', {DRIVER!r}, {str(tmp_path)!r}, '[null]']\n"
         f"limits = Restarts(most=1, window_s=60, wait_s=1)\n"
         f"Supervisor(words=words, run_dir=Path({str(tmp_path)!r}), restarts=limits, say=print).run()\n"
