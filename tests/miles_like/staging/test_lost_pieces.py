@@ -1,4 +1,4 @@
-"""A file of a converted directory is lost where its node has left the cluster and where the node no longer has all of it.
+"""A file of a converted directory is lost where its node has left the cluster or no longer has all of it.
 
 Not covered: the question to a node over Ray, and what is converted again (tests/cluster/test_four_nodes.py).
 """
