@@ -164,8 +164,9 @@ def lost_pieces(root: Path, *, timeout_s: float) -> tuple[str, ...]:
         held.setdefault(address, {})[name] = (directory / name, sizes[name])
     there = [node for node in living_nodes() if node.address in held]
     lost = [name for address in held.keys() - {node.address for node in there} for name in held[address]]
-    asked = [_Missing(held[node.address]) for node in there]
-    lost += [name for names in on_nodes(asked, there, timeout_s=timeout_s) for name in names]
+    if there:
+        asked = [_Missing(held[node.address]) for node in there]
+        lost += [name for names in on_nodes(asked, there, timeout_s=timeout_s) for name in names]
     return tuple(sorted(lost))
 
 

@@ -91,12 +91,12 @@ for line in sys.stdin:
         if what == "send":
             kept[address].sendall(bytes(int(more[0])))
         kept[address].sendall(b"end")
-        said = b""
-        while not said.endswith(b"end"):
-            if not (more_said := kept[address].recv(1000)):
+        answer = b""
+        while not answer.endswith(b"end"):
+            if not (part := kept[address].recv(1000)):
                 raise ConnectionResetError
-            said += more_said
-        print(time.monotonic() - began, said.decode().split()[0], flush=True)
+            answer += part
+        print(time.monotonic() - began, answer.decode().split()[0], flush=True)
     except OSError as e:
         print(type(e).__name__, flush=True)
 """

@@ -228,7 +228,7 @@ class Cluster(Sequence[Node]):
                 }
                 left = [k for k, (process, _) in outputs.items() if process.returncode]
                 for k in left:  # it sees the processes of its node alone
-                    self._members[k].run([ray, "stop", "--force"], check=False)
+                    self._members[k].run([ray, "stop", "--force"], check=False, timeout_s=_RAY_S)
                 if not left:
                     break
             assert not left, f"Ray did not start on node{left[0]}:\n{outputs[left[0]][1]}"
@@ -320,7 +320,7 @@ class _Init:
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         # nsenter forks, for only a child is in the PID namespace; the child must not outlive it
         enter = ["nsenter", f"--target={self.pid}", *NAMESPACES, f"--wd={options.pop('cwd')}"]
-        # Where its child is stopped nsenter stops itself. In a process group of its own it ends with this process then
+        # Where its child is stopped nsenter stops itself. In a separate process group it ends with this process then
         # too: the kernel sends SIGHUP to a stopped group that nothing is left to continue.
         process = subprocess.Popen([*enter, "setpriv", "--pdeathsig=KILL", *command], process_group=0, **options)
         self._started = [*self._running(), process]

@@ -1,8 +1,8 @@
-"""The networks of the nodes of tests/support/namespaces.py: a bridge for each, in a network namespace of their own.
+"""The networks of the nodes of tests/support/namespaces.py: a bridge for each, in a separate network namespace.
 
 Node k has an interface eth{n} with the address 192.168.{77+n}.{k+1} in each network n; its cable ends at the port
 `port{k}.{n}` here. A cable can be pulled, narrowed (the kernel's token bucket, tc-tbf), and replaced by a long or bad
-one (wire.py). Ports can be put on bridges of their own, so that packets between islands of nodes vanish.
+one (wire.py). Ports can be put on other bridges, so that packets between islands of nodes vanish.
 """
 
 from __future__ import annotations
