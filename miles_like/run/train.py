@@ -164,6 +164,8 @@ def _say(console: Console, text: str) -> None:
 class TrainingRun(RebuildingRun):
     """A run whose processes are up: composes the objects of the loop, and closes them."""
 
+    prompts: Prompts
+
     def __init__(
         self,
         *,
