@@ -9,8 +9,10 @@ that a process group would send (`rollout/publish/sources`). Each figure is the 
 one round; the first round does not count. Ranks are processes of one thread that have the weights in memory: the
 gather, the requests and the servers' loading are not in the figures of the disk. By handles and in a group one rank
 publishes the weights in BF16 to a process that copies them to its parameters, as a rank of stock SGLang does: requests,
-packing, receiving and that copy are in these figures (`weight_receiver.py`). Bytes are those of the files; of requests
-and broadcasts on a loopback device of the benchmark's own, which takes root; and of the segments of shared memory.
+packing, receiving and that copy are in these figures (`weight_receiver.py`). From shards to slices two ranks publish to
+an embedded server of two ranks (`weight_slices.py`), beside the same broadcast. Bytes are those of the files; of
+requests and broadcasts on a loopback device of the benchmark's own, which takes root; of the segments of shared memory;
+and those that ranks of the server report.
 
     python benchmarks/weight_sync.py [--quick] [--directory DIR]
 """
@@ -32,6 +34,7 @@ from typing import Any
 import torch
 from figures import add_write, finish
 from weight_receiver import broadcast, copied, own_network, published, receiver
+from weight_slices import resharded
 
 from miles_like.hf.checkpoint import write_hf
 from miles_like.hf.merged import join_parts
@@ -52,6 +55,7 @@ GOALS = {
     "int4_pack_two_sources_of_one_min": 1.8,
     "tensor_of_memcpy_min": 0.5,
     "distributed_of_gloo_min": 0.6,
+    "reshard_bytes_of_slices_max": 1.0,
     "disk_bytes_of_encoded_max": 1.02,
     "tensor_bytes_of_encoded_max": 1.02,
     "distributed_bytes_of_encoded_max": 1.02,
@@ -175,6 +179,13 @@ def requested(stream: list[NamedTensor], nbytes: int, *, alone: bool) -> dict[st
         "gloo_gb_s": gloo / 1e9,
         "distributed_gb_s": distributed.rate / 1e9,
         "distributed_of_gloo": distributed.rate / gloo,
+    }
+    slices = resharded(len(stream) // 3, HIDDEN, EXPERT)
+    out |= {
+        "reshard_gb_s": slices.rate / 1e9,
+        "reshard_of_gloo": slices.rate / gloo,
+        "reshard_pause_s": slices.pause_s,
+        "reshard_bytes_of_slices": slices.of_slices,
     }
     wire = {"tensor_bytes_of_encoded": 1 + tensor.wire, "distributed_bytes_of_encoded": distributed.wire}
     return out | (wire if alone else {})

@@ -306,8 +306,9 @@ class PublishConfig(Section):
     # largest number of trainer ranks that send with path = "distributed", each in a process group with all server
     # ranks: one per expert-parallel rank of each pipeline stage if these are not more, else one per stage
     sources: int = Field(8, ge=1)
-    # with path = "disk": the servers load a version while the trainer trains the next step, whose samples are already
-    # in the buffer (needs buffer.max_staleness >= 1); False: the next step begins when they serve the version
+    # the trainer's ranks write a version into the run directory, and train the next step, whose samples are already in
+    # the buffer (needs buffer.max_staleness >= 1), while the servers load it from there (path = "disk", "delta") or the
+    # driver sends it (path = "tensor", "distributed"); False: the next step begins when they serve the version
     during_training: bool = False
     # what happens to running samples: abort and continue them in another request, prefill them again after the pause
     # (retract), or freeze them
@@ -358,16 +359,17 @@ class PublishConfig(Section):
                 "= 'tensor' or 'disk', or cluster.colocate = false"
             )
 
-    def check_during_training(self, takes_turns: bool, slack: int, teachers: Sequence[str]) -> None:
+    def check_during_training(self, takes_turns: bool, slack: int, teachers: Sequence[str], nccl: bool) -> None:
         """Raises ValueError where servers cannot load beside training. slack: weight versions between a sample and its
-        training, at most; teachers: those that are the policy on the rollout's servers."""
+        training, at most; teachers: those that are the policy on the rollout's servers; nccl: groups with the servers'
+        ranks are of GPUs."""
         if not self.during_training:
             return
-        if self.path != "disk":
+        if self.path == "reshard" or (self.path == "distributed" and nccl):
             raise ValueError(
-                f"publish.during_training = true with publish.path = {self.path!r}, which occupies the trainer "
-                "until the servers have the weights: set publish.path = 'disk', or publish.during_training = "
-                "false"
+                f"publish.during_training = true with publish.path = {self.path!r}, which sends from the trainer's own "
+                "memory until the servers have the weights: set publish.path = 'disk', or publish.during_training "
+                "= false"
             )
         if takes_turns:
             raise ValueError(

@@ -41,6 +41,7 @@ PARTS = {
     "transformers_step.py",
     "trl_side.py",
     "weight_receiver.py",
+    "weight_slices.py",
 }  # of scripts
 
 

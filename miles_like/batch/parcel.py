@@ -6,6 +6,7 @@ only decides calls `refuse_parcels`, and opens none from then on.
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -32,6 +33,10 @@ class Parcel(Generic[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _opened, (_as_arrays(self.value),)
+
+    def copied(self) -> Parcel[T]:
+        """The same value, with tensors in new memory."""
+        return Parcel(_as_tensors(pickle.loads(pickle.dumps(_as_arrays(self.value), 5))))
 
 
 def refuse_parcels(process: str | None) -> None:

@@ -57,14 +57,14 @@ class PublisherRecipe:
     """Makes a rank's publisher to running servers, by `PublishConfig.path`."""
 
     target: PublishTarget
-    shared: SharedDirectory  # for paths "disk" and "delta"
-    loads: bool = True  # with path "disk": as in `DiskPublisher`
+    shared: SharedDirectory  # for paths "disk" and "delta", and where ranks only write
+    loads: bool = True  # as in `DiskPublisher`
 
     def __call__(self, rank: int, ranks: int) -> WeightPublisher:
         path = self.target.config.path
         if path == "delta":
-            return DeltaPublisher(self.target, self.shared, rank=rank, ranks=ranks)
-        if path == "disk":
+            return DeltaPublisher(self.target, self.shared, rank=rank, ranks=ranks, loads=self.loads)
+        if path == "disk" or not self.loads:
             return DiskPublisher(self.target, self.shared, rank=rank, ranks=ranks, loads=self.loads)
         if path == "reshard":
             return Member(self.target, rank=rank, ranks=ranks) if rank else ReshardPublisher(self.target, ranks=ranks)

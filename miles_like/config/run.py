@@ -326,7 +326,8 @@ class RunConfig(Section):
         if self.servers is not None:
             own, turns, gpus = self.rollout, self.takes_turns, self.cluster.gpus_per_node > 0
             self.publish.check(engine=own.engine, ranks=own.embedded.tp_size, takes_turns=turns, gpus=gpus)
-            self.publish.check_during_training(turns, self.buffer.slack, self.distillation.policy_teachers)
+            nccl = gpus and own.engine == "sglang"
+            self.publish.check_during_training(turns, self.buffer.slack, self.distillation.policy_teachers, nccl)
         return self
 
     @model_validator(mode="after")

@@ -51,7 +51,7 @@ def cut(stream: Iterable[tuple[str, Any]], bucket_bytes: int, fused: Fused = ())
     tensors of the modules of one `fused` tuple, which `gathered` makes adjacent. A list may therefore exceed
     `bucket_bytes` by the size of one such unit.
     """
-    unit_of = {_module(name): index for index, names in enumerate(fused) for name in names}
+    unit_of = {module_of(name): index for index, names in enumerate(fused) for name in names}
     part: list[NamedTensor] = []
     size, seen = 0, set[str]()
     unit: str | int = ""
@@ -59,7 +59,7 @@ def cut(stream: Iterable[tuple[str, Any]], bucket_bytes: int, fused: Fused = ())
         if name in seen:
             raise ValueError(f"tensor {name!r} occurs twice in the weights to publish: pass each tensor once")
         seen.add(name)
-        module = _module(name)
+        module = module_of(name)
         before, unit = unit, unit_of.get(module, module)
         if part and size + tensor.nbytes > bucket_bytes and unit != before:
             yield part
@@ -70,7 +70,8 @@ def cut(stream: Iterable[tuple[str, Any]], bucket_bytes: int, fused: Fused = ())
         yield part
 
 
-def _module(name: str) -> str:
+def module_of(name: str) -> str:
+    """The module of a stored tensor."""
     return name.rpartition(".")[0]
 
 

@@ -125,7 +125,8 @@ def tell_to_leave(urls: Collection[str], name: str, key: ServerKey | None) -> No
 class GroupTransport:
     """A `Transport`. The group is made for the first publication and kept as long as the servers are the same; after a
     failure the next publication makes another. A server that was started again under its URL is not in the group: its
-    first bucket fails."""
+    first bucket fails. Buffers of a host are kept too, because their pages take longer to make than to fill; those of a
+    GPU are the trainer's memory."""
 
     limit = BUCKETS
 
@@ -152,8 +153,9 @@ class GroupTransport:
             self._joint = ()
             self._asked.intersection_update(servers.answering)
             self._dissolve()
+            self._pool.close()
             raise
-        finally:
+        if self._target.backend == "nccl":
             self._pool.close()
 
     def pack(self, part: Sequence[NamedTensor]) -> Send:

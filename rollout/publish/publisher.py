@@ -197,8 +197,7 @@ class TensorPublisher:
     def _encoded(self, stream: Iterator[NamedTensor]) -> Iterator[Bucket]:
         embedded = self._target.kind == "embedded"
         hashed = self._target.config.verify and embedded
-        named = quantize_stream(gathered(stream, self._target.fused), self._target.spec)
-        encoded: Iterator[NamedTensor] = (NamedTensor(name, tensor) for name, tensor in named)
+        encoded = self._stored(stream)
         if embedded:
             encoded = self._sent.changed(encoded)
         for part in cut(encoded, self._target.config.bucket_bytes, self._target.fused):
@@ -209,6 +208,11 @@ class TensorPublisher:
             checksums = self._hashing.submit(_checksums, part if hashed else [])
             del part
             yield Bucket(send, nbytes, checksums)
+
+    def _stored(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
+        """The stored tensors of the weights."""
+        named = quantize_stream(gathered(stream, self._target.fused), self._target.spec)
+        return (NamedTensor(name, tensor) for name, tensor in named)
 
 
 def _checksums(tensors: Sequence[NamedTensor]) -> dict[str, str]:

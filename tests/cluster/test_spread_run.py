@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support import spread_run
-from tests.support.local_run import QUICK, TINY, Runs, untimed
+from tests.support.local_run import COLUMNS, QUICK, TINY, Runs, same_run, untimed
 from tests.support.namespaces import Cluster, address_of, nodes
 from tests.support.node_listing import listed
 from tests.support.refusals import check_refusal
@@ -110,6 +110,19 @@ def test_two_steps_over_two_nodes_are_those_of_one_machine(ran: Ran, runs: Runs,
     assert [row["step"] for row in rows] == [0, 1, 2] and all(row["train/grad_norm"] > 0 for row in rows[1:])
     assert (ran.run_dir / "checkpoints" / "step_2" / "groups" / "1.safetensors").exists()
     assert all("perf/held_bytes" in row for row in rows[1:])
+
+
+@pytest.mark.long(beside="tests/laws/test_rollout_workers.py")
+@pytest.mark.parametrize("case", COLUMNS)
+def test_columns_that_workers_on_two_nodes_hold_are_those_of_one_machine(
+    cluster: Cluster, runs: Runs, work: Path, case: str
+) -> None:
+    """Each worker's node has one of the ranks, which get columns from both and give columns to both."""
+    given, name = (*SETTINGS, "eval.every=0", *COLUMNS[case]), case.partition(":")[0].partition(",")[0]
+    assert runs.run(work / "runs" / f"{name}, alone", given) == 0
+    status, output = launch(cluster, work, f"runs/{name}", [*settings(cluster), *given], seen=False)
+    assert status == 0, output[-4000:]
+    same_run(work / "runs" / name, work / "runs" / f"{name}, alone")
 
 
 def test_each_process_is_on_its_node_with_that_node_s_disk_and_the_run_s_variables(ran: Ran, cluster: Cluster) -> None:

@@ -166,11 +166,12 @@ def test_a_server_that_restarts_when_a_trainer_rank_is_lost_joins_the_rebuilt_ra
 
 
 @LONG
+@pytest.mark.parametrize("path", ["disk", "tensor", "delta", "distributed"])
 @pytest.mark.parametrize("fault", ["stale", "killed", "out of memory"])
-def test_a_server_is_replaced_while_the_next_step_trains(runs: Runs, fault: str) -> None:
-    """It loads the files of the version, which the trainer's weights are no longer."""
-    settings = ("publish.path=disk", "buffer.max_staleness=1", "mismatch.checksums_every=0", "eval.every=0")
-    waits, where = runs.home / "waits", runs.home / f"beside-{fault.replace(' ', '-')}"
+def test_a_server_is_replaced_while_the_next_step_trains(runs: Runs, fault: str, path: str) -> None:
+    """It gets the version from its files, which the trainer's weights are no longer."""
+    settings = (f"publish.path={path}", "buffer.max_staleness=1", "mismatch.checksums_every=0", "eval.every=0")
+    waits, where = runs.home / f"waits-{path}", runs.home / f"beside-{path}-{fault.replace(' ', '-')}"
     if not waits.exists():
         assert run(runs, waits, settings, "none") == 0, tail(waits / "driver.log")
     assert run(runs, where, (*settings, "publish.during_training=true"), fault) == 0, tail(where / "driver.log")

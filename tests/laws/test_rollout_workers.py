@@ -3,7 +3,7 @@
 With 0, 1 and 3 rollout workers a deterministic run has the same metrics, ledger, weights and optimizer state, byte for
 byte; a resumed run too, also one that resumes with another number of workers. The real loop, server, Megatron ranks and
 worker code; the workers are in the driver's process, which opens nothing that holds values of tokens except what these
-workers read from the servers. Not covered: Ray (tests/miles_like/cluster/workers/test_actors.py).
+workers read from the servers. Over Ray: tests/e2e/test_workers_over_ray.py.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.checkpoint.run_state import latest_folder, load
 from miles_like.types import Prompt, Sample, SampleGroup
 from tests.support.forked import tail
 from tests.support.kill_points import Kill
-from tests.support.local_run import Runs, tensors, untimed
+from tests.support.local_run import COLUMNS, Runs, same_run
 
 HERE = "tests/laws/test_rollout_workers.py"
 STEPS = (
@@ -46,22 +45,6 @@ def ran(runs: Runs, name: str, workers: int, *more: str, kill: Kill | None = Non
     return where
 
 
-def same(one: Path, other: Path) -> None:
-    last = int((one / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
-    assert (one / "ledger.jsonl").read_bytes() == (other / "ledger.jsonl").read_bytes()
-    assert untimed(one / "metrics.jsonl") == untimed(other / "metrics.jsonl")
-    for model in ("trainer", "critic"):
-        kept = [where / "checkpoints" / f"step_{last}" / model for where in (one, other)]
-        assert kept[0].is_dir() == kept[1].is_dir()
-        if kept[0].is_dir():
-            a, b = map(tensors, kept)
-            assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    rollouts = [sorted(p.name for p in (where / "rollouts").iterdir()) for where in (one, other)]
-    assert rollouts[0] == rollouts[1]
-    for name in rollouts[0]:
-        assert (one / "rollouts" / name).read_bytes() == (other / "rollouts" / name).read_bytes()
-
-
 def of_tokens(groups: Sequence[SampleGroup]) -> list[list[Any]]:
     """A user's advantages: of samples that are compared over the whole rollout, by what only their tokens and texts
     say; those of the last group are of its tokens."""
@@ -77,14 +60,10 @@ def ranked(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[float]:
 
 
 PENALTY = ("algorithm.kl_in=reward", "algorithm.kl_coefficient=0.1")
+CRITIC, TEACHER = COLUMNS
 SHORT = ("train.steps=2", "eval.every=0")
 CASES: dict[str, tuple[str, ...]] = {
-    "a critic, a reference with its own ranks, its penalty in the reward": (
-        "algorithm.name=ppo",
-        "critic.lr=1e-3",
-        "cluster.pools.reference.nodes=0",
-        *PENALTY,
-    ),
+    CRITIC: COLUMNS[CRITIC],
     "routes and rewards alone": (),
     "a penalty in the reward of whole samples, two mini-batches": (*SHORT, *PENALTY, "train.steps_per_rollout=2"),
     "a reference's ranks, a penalty in the loss": (
@@ -93,11 +72,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "cluster.pools.reference.nodes=0",
     ),
     "turns with the trainer, two behind": ("cluster.colocate=true", "buffer.max_staleness=2", "eval.every=1"),
-    "a teacher: the policy with another prompt": (
-        *SHORT,
-        "distillation.mode=added",
-        "distillation.teachers.own={kind='self',weights='current',prompt='{answer}. {prompt}'}",
-    ),
+    TEACHER: (*SHORT, *COLUMNS[TEACHER]),
     "a teacher: the trainer's reference with another prompt, and turns": (
         *SHORT,
         "algorithm.kl_coefficient=0.1",
@@ -129,7 +104,7 @@ CASES: dict[str, tuple[str, ...]] = {
 def test_any_number_of_workers_computes_the_same_bits(runs: Runs, case: str) -> None:
     alone = ran(runs, case, 0, *CASES[case])
     for workers in (1, 3):
-        same(ran(runs, f"{case}, by {workers}", workers, *CASES[case]), alone)
+        same_run(ran(runs, f"{case}, by {workers}", workers, *CASES[case]), alone)
 
 
 AHEAD = ("train.steps=4", "buffer.max_staleness=1", "algorithm.filter=nonzero_std", "rollout.servers=1")
@@ -144,7 +119,7 @@ def test_a_killed_run_goes_on_with_another_number_of_workers(runs: Runs) -> None
     waiting = load(latest_folder(where / "checkpoints"), groups=True).groups
     assert waiting and all(key.startswith("ready/") for key in waiting)
     ran(runs, by_three, 1, *AHEAD, kill=Kill(victim="rank", point="step", step=3, where="half"))
-    same(ran(runs, by_three, 0, *AHEAD), alone)
+    same_run(ran(runs, by_three, 0, *AHEAD), alone)
 
 
 @pytest.mark.long(beside=HERE)

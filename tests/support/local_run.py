@@ -60,6 +60,20 @@ QUICK = (  # a deterministic run of little work, which still learns something at
     "reward.name=tests.support.local_run:low_tokens",
 )
 
+COLUMNS = {  # runs whose steps add columns to the samples
+    "a critic, a reference with its own ranks, its penalty in the reward": (
+        "algorithm.name=ppo",
+        "critic.lr=1e-3",
+        "cluster.pools.reference.nodes=0",
+        "algorithm.kl_in=reward",
+        "algorithm.kl_coefficient=0.1",
+    ),
+    "a teacher: the policy with another prompt": (
+        "distillation.mode=added",
+        "distillation.teachers.own={kind='self',weights='current',prompt='{answer}. {prompt}'}",
+    ),
+}
+
 
 def low_tokens(prompt: Any, sample: Any) -> float:
     """A reward that a random model gets different values of: the share of token ids below 64 in its answer."""
@@ -242,6 +256,23 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 # metrics of publications and of servers, which a run with a server that fails does not have of the run without
 OF_SERVERS = ("sync/", "rollout/servers_healthy", "rollout/restarts", "rollout/reissued")
+
+
+def same_run(one: Path, other: Path) -> None:
+    """Ledger, metrics, weights and optimizer state of the last checkpoint, rollouts: byte for byte."""
+    last = int((one / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
+    assert (one / "ledger.jsonl").read_bytes() == (other / "ledger.jsonl").read_bytes()
+    assert untimed(one / "metrics.jsonl") == untimed(other / "metrics.jsonl")
+    for model in ("trainer", "critic"):
+        kept = [where / "checkpoints" / f"step_{last}" / model for where in (one, other)]
+        assert kept[0].is_dir() == kept[1].is_dir()
+        if kept[0].is_dir():
+            a, b = map(tensors, kept)
+            assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    rollouts = [sorted(p.name for p in (where / "rollouts").iterdir()) for where in (one, other)]
+    assert rollouts[0] == rollouts[1]
+    for name in rollouts[0]:
+        assert (one / "rollouts" / name).read_bytes() == (other / "rollouts" / name).read_bytes()
 
 
 def untimed(metrics: Path, *more: str) -> bytes:

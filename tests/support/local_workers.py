@@ -7,25 +7,39 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from miles_like.batch import parcel
 from miles_like.batch.parcel import Parcel
-from miles_like.cluster.workers.link import WorkerEnded
+from miles_like.cluster.workers.link import Answered, StoreFullError, WorkerEnded
 from miles_like.cluster.workers.worker import RolloutWorker, SamplingFactory
 from miles_like.types import SampleGroup
 
 
 class InMemory:
-    """Objects of a process's own memory. An object can be lost."""
+    """Objects of a process's own memory. An object can be lost. capacity: bytes of all that live, and of what is given
+    at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: float = math.inf) -> None:
         self.lost: set[int] = set()  # by id
+        self._left = capacity
 
     def put(self, value: Parcel[SampleGroup]) -> Parcel[SampleGroup]:
+        self.check([value])
+        self._left -= (nbytes := len(pickle.dumps(value)))
+        weakref.finalize(value, self._back, nbytes)
         return value
+
+    def check(self, given: Sequence[Parcel[Any]]) -> None:
+        if not math.isinf(self._left) and sum(len(pickle.dumps(one)) for one in given) > self._left:
+            raise StoreFullError(f"{self._left:.0f} bytes are left")
+
+    def _back(self, nbytes: int) -> None:
+        self._left += nbytes
 
     def get(self, reference: Parcel[SampleGroup]) -> Parcel[SampleGroup]:
         if id(reference) in self.lost:
@@ -34,10 +48,17 @@ class InMemory:
 
 
 class LocalLink:
-    """A Link to a worker in this process. slow_s: how long each of its answers takes."""
+    """A Link to a worker in this process. slow_s: how long each of its answers takes; capacity: of its store."""
 
-    def __init__(self, number: int, factory: SamplingFactory, urls: Sequence[str], slow_s: float = 0.0) -> None:
-        self.number, self.objects, self.worker, self.slow_s = number, InMemory(), RolloutWorker(), slow_s
+    def __init__(
+        self,
+        number: int,
+        factory: SamplingFactory,
+        urls: Sequence[str],
+        slow_s: float = 0.0,
+        capacity: float = math.inf,
+    ) -> None:
+        self.number, self.objects, self.worker, self.slow_s = number, InMemory(capacity), RolloutWorker(), slow_s
         self.worker.start(number, factory, urls, self.objects)
         self._ended = asyncio.Event()
         self._sent: set[asyncio.Task[Any]] = set()
@@ -51,13 +72,14 @@ class LocalLink:
             task.add_done_callback(self._sent.discard)
 
     async def exchange(
-        self, method: str, *arguments: Any, sent: Sequence[Any] = (), count: int = 0
-    ) -> tuple[Any, Sequence[Any]]:
+        self, method: str, *arguments: Any, keys: Sequence[int] = (), sent: Sequence[Any] = (), count: int = 0
+    ) -> tuple[Answered, Sequence[Any]]:
         """sent: parcels of other workers here, and pickled ones of ranks (local_parts.SealingRank)."""
         values = [(_opened(one) if isinstance(one, bytes) else one).value for one in sent]
-        answer, given = await self._answer(functools.partial(getattr(self.worker, method), values), *arguments)
+        answer, given = await self._answer(functools.partial(self.worker.exchange, method, keys, values), *arguments)
         assert len(given) == count
-        return _travelled(answer), [Parcel(x) for x in given]
+        self.objects.check(parcels := [Parcel(x) for x in given])
+        return _travelled(answer), parcels
 
     def end(self) -> None:
         """Also the worker's tasks: nothing of it goes on."""
@@ -95,13 +117,19 @@ def _travelled(value: Any) -> Any:
 
 
 class LocalWorkers:
-    """A StartWorker. slow_s: as of LocalLink, of each slot."""
+    """A StartWorker. slow_s, capacity: as of LocalLink; slow_s of each slot."""
 
-    def __init__(self, urls: Sequence[Sequence[str]], factory: SamplingFactory, slow_s: Sequence[float] = ()) -> None:
-        self.urls, self._factory, self._slow_s = urls, factory, slow_s
+    def __init__(
+        self,
+        urls: Sequence[Sequence[str]],
+        factory: SamplingFactory,
+        slow_s: Sequence[float] = (),
+        capacity: float = math.inf,
+    ) -> None:
+        self.urls, self._factory, self._slow_s, self._capacity = urls, factory, slow_s, capacity
         self.links: list[LocalLink] = []
 
     async def __call__(self, slot: int, number: int) -> LocalLink:
         slow_s = self._slow_s[slot] if self._slow_s else 0.0
-        self.links.append(link := LocalLink(number, self._factory, self.urls[slot], slow_s))
+        self.links.append(link := LocalLink(number, self._factory, self.urls[slot], slow_s, self._capacity))
         return link

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayActorError, RayError, RayTaskError
 
 from miles_like.batch.parcel import Parcel
 from miles_like.cluster.actors import Process
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.run_nodes import RunNodes
-from miles_like.cluster.workers.link import SentLostError, WorkerEnded
+from miles_like.cluster.workers.link import Answered, SentLostError, StoreFullError, WorkerEnded
 from miles_like.cluster.workers.worker import RolloutWorker, SamplingFactory
 from miles_like.nodes.stacks import write_report
 from miles_like.nodes.waits import error_message, ignore_exception, timed_out, write_stacks
@@ -24,12 +24,17 @@ from miles_like.nodes.work import DEFAULT_TIMEOUT_S
 from miles_like.records import ColumnsLostError
 from miles_like.types import SampleGroup
 
+_FULL = (ObjectStoreFullError, OutOfDiskError)
+
 
 class ObjectStore:
     """Ray's, as `Objects`."""
 
     def put(self, value: Parcel[SampleGroup]) -> Any:
-        return ray.put(value)
+        try:
+            return ray.put(value)
+        except _FULL as e:
+            raise StoreFullError(_gist(e)) from None
 
     def get(self, reference: Any) -> Parcel[SampleGroup]:
         try:
@@ -49,10 +54,14 @@ class _Worker(Process):
     async def call(self, method: str, arguments: Sequence[Any]) -> Any:
         return await getattr(self._worker, method)(*arguments)
 
-    async def exchange(self, method: str, arguments: Sequence[Any], count: int, *sent: Parcel[Any]) -> Any:
+    async def exchange(
+        self, method: str, arguments: Sequence[Any], keys: Sequence[int], count: int, *sent: Parcel[Any]
+    ) -> Any:
         """The answer, or the error; then `count` parcels."""
+        answer: Answered | Exception
+        values: Sequence[Any]
         try:
-            answer, values = await getattr(self._worker, method)([parcel.value for parcel in sent], *arguments)
+            answer, values = await self._worker.exchange(method, keys, [parcel.value for parcel in sent], *arguments)
         except (ColumnsLostError, RuntimeError, ValueError) as e:
             answer, values = e, [None] * count
         return (answer, *map(Parcel, values)) if count else answer
@@ -118,12 +127,12 @@ class ActorLink:
         self.actor.call.remote(method, arguments)
 
     async def exchange(
-        self, method: str, *arguments: Any, sent: Sequence[Any] = (), count: int = 0
-    ) -> tuple[Any, Sequence[Any]]:
+        self, method: str, *arguments: Any, keys: Sequence[int] = (), sent: Sequence[Any] = (), count: int = 0
+    ) -> tuple[Answered, Sequence[Any]]:
         ask = self.actor.exchange.options(num_returns=1 + count)
-        found = ask.remote(method, arguments, count, *sent)
+        found = ask.remote(method, arguments, keys, count, *sent)
         status, *parcels = found if count else [found]
-        answer = await self.pulse.answer(status)
+        answer: Answered | Exception = await self.pulse.answer(status)
         if isinstance(answer, Exception):
             raise answer
         return answer, parcels
@@ -136,6 +145,8 @@ async def _answer(reference: Any) -> Any:
     try:
         return await reference
     except RayTaskError as e:
+        if isinstance(e.cause, _FULL):
+            raise StoreFullError(_gist(e.cause)) from None
         if isinstance(e.cause, ValueError | RuntimeError | OSError):
             raise e.cause from None
         raise RuntimeError(f"a rollout worker: {error_message(e)}") from None
@@ -143,8 +154,14 @@ async def _answer(reference: Any) -> Any:
         raise WorkerEnded("its process was killed, or its node is gone") from None
     except ObjectLostError as e:
         raise SentLostError(type(e).__name__) from None
+    except _FULL as e:
+        raise StoreFullError(_gist(e)) from None
     except RayError as e:
         raise RuntimeError(f"a rollout worker: {error_message(e)}") from None
+
+
+def _gist(e: Exception) -> str:
+    return (str(e).splitlines() or [type(e).__name__])[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

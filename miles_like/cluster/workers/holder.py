@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from torch import Tensor
 from miles_like.batch.packing import check_routes
 from miles_like.batch.parcel import Parcel
 from miles_like.batch.portion import Portion, portion_of
+from miles_like.cluster.workers.link import StoreFullError
 from miles_like.loop.old_tokens import losses_of, masked
 from miles_like.records import ColumnsLostError, PlannedMicroBatch, RecordGroup, SampleRecord
 from miles_like.types import Sample, SampleGroup
@@ -22,7 +24,7 @@ class Objects(Protocol):
     """Where the values are: Ray's object store, or a process's own memory."""
 
     def put(self, value: Parcel[SampleGroup]) -> Any:
-        """A reference. The object lives as long as the reference, or copies of it, do."""
+        """A reference. The object lives as long as the reference, or copies of it, do. Raises StoreFullError."""
 
     def get(self, reference: Any) -> Parcel[SampleGroup]:
         """Raises LookupError for an object that is lost."""
@@ -47,6 +49,12 @@ class AskedRow(NamedTuple):
     only: Sequence[str] | None  # as in PlannedBatch
 
 
+class _Own(NamedTuple):
+    """In place of a reference: a group in this process's own memory, because the store is full."""
+
+    parcel: Parcel[SampleGroup]
+
+
 Columns = Mapping[str, Tensor]  # streams of a sample, and its CANDIDATES
 CANDIDATES = "candidates"
 
@@ -62,23 +70,52 @@ class ColumnHolder:
         self._bytes: dict[int, int] = {}
         self._added: dict[int, dict[int, dict[str, Tensor]]] = {}  # key -> index of a sample -> its columns
         self._next = 0
+        self._full = False  # the store has refused a group, and nothing was freed since
 
     @property
     def keys(self) -> Sequence[int]:
         """Of the groups that are held."""
         return tuple(self._held)
 
-    def bytes_of(self, key: int) -> int:
-        """Of the values of a group."""
-        return self._bytes[key]
+    def bytes_of(self, keys: Iterable[int]) -> Mapping[int, int]:
+        """Of the values of each group that is held, with the columns that were added."""
+        return {key: self._bytes[key] for key in keys if key in self._bytes}
 
     def keep(self, group: SampleGroup) -> tuple[SampleRecord, ...]:
         """Holds a group; returns the records of its samples. A group without samples is not held."""
         key, self._next = self._next, self._next + 1
         if group.samples:
-            self._held[key] = self._objects.put(Parcel(group))
+            self._held[key] = self._put(Parcel(group))
             self._bytes[key] = sum(map(sample_bytes, group.samples))
         return self.records(group, key)
+
+    def _put(self, parcel: Parcel[SampleGroup]) -> Any:
+        if not self._full:  # a full store takes seconds to say so
+            try:
+                return self._objects.put(parcel)
+            except StoreFullError:
+                self._full = True
+        return _Own(parcel)
+
+    @property
+    def outside(self) -> Collection[int]:
+        """Keys of the groups that the store has no room for."""
+        return [key for key, reference in self._held.items() if isinstance(reference, _Own)]
+
+    def copies(self, references: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Groups in this process's own memory, to be held in place of their references; without those that are lost.
+        For a thread."""
+        own = dict[int, Any]()
+        for key, reference in references.items():
+            with contextlib.suppress(LookupError):
+                # a copy: tensors of an object keep it in the store
+                own[key] = reference if isinstance(reference, _Own) else _Own(self._objects.get(reference).copied())
+        return own
+
+    def take_out(self, copies: Mapping[int, Any]) -> None:
+        """Holds copies of groups, so that the store has room."""
+        self._held |= {key: own for key, own in copies.items() if key in self._held}
+        self._full = True
 
     def records(self, group: SampleGroup, key: int = -1) -> tuple[SampleRecord, ...]:
         """key: of a group that is held."""
@@ -87,7 +124,8 @@ class ColumnHolder:
     def free(self, keys: Iterable[int]) -> None:
         """A group that is not held is no error."""
         for key in keys:
-            self._held.pop(key, None)
+            if not isinstance(self._held.pop(key, None), _Own | None):
+                self._full = False
             self._bytes.pop(key, None)
             self._added.pop(key, None)
 
@@ -101,6 +139,8 @@ class ColumnHolder:
 
     def of_reference(self, key: int, reference: Any) -> SampleGroup:
         """Raises ColumnsLostError."""
+        if isinstance(reference, _Own):
+            return reference.parcel.value
         try:
             return self._objects.get(reference).value
         except LookupError as e:
@@ -112,7 +152,9 @@ class ColumnHolder:
         self._reference(key)
         of_group = self._added.setdefault(key, {})
         for index, own in columns.items():
-            of_group.setdefault(index, {}).update(own)
+            there = of_group.setdefault(index, {})
+            self._bytes[key] += sum(x.nbytes - (there[n].nbytes if n in there else 0) for n, x in own.items())
+            there.update(own)
 
     def values(self, groups: Sequence[RecordGroup]) -> list[SampleGroup]:
         """The groups of records as a process without workers has them: with all columns, and with the rewards and the

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 
 class WorkerEnded(RuntimeError):
@@ -12,6 +12,17 @@ class WorkerEnded(RuntimeError):
 
 class SentLostError(RuntimeError):
     """A value that a worker was to get is lost."""
+
+
+class StoreFullError(RuntimeError):
+    """The object store of a worker's node has no room for a value, and cannot spill others."""
+
+
+class Answered(NamedTuple):
+    """The answer to an exchange of values. held: bytes that are held now of each group which it was about."""
+
+    answer: Any
+    held: Mapping[int, int]
 
 
 class Link(Protocol):
@@ -24,10 +35,11 @@ class Link(Protocol):
         """Without an answer."""
 
     async def exchange(
-        self, method: str, *arguments: Any, sent: Sequence[Any] = (), count: int = 0
-    ) -> tuple[Any, Sequence[Any]]:
-        """A method that gets values of tokens and gives some: its answer, and references to `count` parcels of what it
-        gives. sent: references to parcels of what it gets. Raises as `call`, and SentLostError."""
+        self, method: str, *arguments: Any, keys: Sequence[int] = (), sent: Sequence[Any] = (), count: int = 0
+    ) -> tuple[Answered, Sequence[Any]]:
+        """`RolloutWorker.exchange`: the answer, and references to `count` parcels of what the method gives. sent:
+        references to parcels of what it gets. Raises as `call`, SentLostError, and StoreFullError where what the
+        method gives has no room."""
 
     def end(self) -> None:
         """Ends the process."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from miles_like.batch.parcel import refuse_parcels
 from miles_like.cluster.workers.holder import keys_of
-from miles_like.cluster.workers.link import Link, WorkerEnded
+from miles_like.cluster.workers.link import Answered, Link, StoreFullError, WorkerEnded
 from miles_like.cluster.workers.rounds import ScoredRound
 from miles_like.cluster.workers.worker import Next, Restored
 from miles_like.loop.buffer import LOST
@@ -25,6 +25,7 @@ from miles_like.records import ColumnsLostError, RecordGroup, SampleRecord
 from miles_like.types import Prompt, SampleGroup, SamplingParams
 from rollout.concurrency import all_or_first_error
 
+_ROOM_S = (0.5, 2.0, 8.0)  # between tries of an exchange that an object store has no room for
 GROUPS_FOLDER = "groups"  # of a checkpoint: a file of each worker
 
 
@@ -35,6 +36,7 @@ class _Worker:
     urls: Sequence[str]
     load: int = 0  # bound on the tokens of its prompts in flight
     held: dict[int, int] = field(default_factory=dict)  # key of a group -> bytes
+    outside: set[int] = field(default_factory=set)  # keys of the groups that the node's store has no room for
     ended: bool = False
 
 
@@ -132,6 +134,8 @@ class RolloutWorkers:
                 for done in now.done:
                     left.remove(done.place)
                     worker.held |= {s.key: done.nbytes for s in done.samples[:1]}
+                    if done.outside:
+                        self._outside(worker, [s.key for s in done.samples[:1]])
                     prompt = prompts[places[done.place]]
                     worker.load -= self.tokens(prompt)
                     group = RecordGroup(
@@ -196,8 +200,8 @@ class RolloutWorkers:
 
     @property
     def full(self) -> bool:
-        """Whether the values held reach the bound."""
-        return self.nbytes >= self.bound
+        """Whether the values held reach the bound, or an object store has no room for them."""
+        return self.nbytes >= self.bound or any(w.outside for w in self._workers if not w.ended)
 
     @property
     def nbytes(self) -> int:
@@ -266,18 +270,54 @@ class RolloutWorkers:
         sent: Sequence[Any] = (),
         count: int = 0,
     ) -> tuple[Any, Sequence[Any]]:
-        """As `Link.exchange`, with the worker that holds the groups `keys`. Raises ColumnsLostError where it has
-        ended."""
+        """The answer of the worker that holds the groups `keys`, and references as of `Link.exchange`. What it holds is
+        counted. Raises ColumnsLostError where it has ended."""
         lost = ColumnsLostError(
             f"rollout worker {holder} has ended, which held {len(set(keys))} groups", [(holder, key) for key in keys]
         )
         if (worker := self._of(holder)) is None:
             raise lost
         try:
-            return await worker.link.exchange(method, *arguments, sent=sent, count=count)
+            own = sorted(set(keys))
+            (answer, held), given = await self._with_room(worker, method, *arguments, keys=own, sent=sent, count=count)
         except WorkerEnded as e:
             self._ended(worker, str(e))
             raise lost from None
+        worker.held |= {key: nbytes for key, nbytes in held.items() if key in worker.held}  # else it was released since
+        return answer, given
+
+    async def _with_room(
+        self, worker: _Worker, method: str, *arguments: Any, **more: Any
+    ) -> tuple[Answered, Sequence[Any]]:
+        """As `Link.exchange`. Where what the worker gives has no room in the object store, the groups that it holds
+        make some. Raises RuntimeError where that is not enough."""
+        for wait_s in _ROOM_S:
+            try:
+                return await worker.link.exchange(method, *arguments, **more)
+            except StoreFullError as e:
+                error = e
+                self._outside(worker, await worker.link.call("make_room"))
+                await asyncio.sleep(wait_s)
+        slot = self._workers.index(worker)
+        raise RuntimeError(
+            f"the object store on the node of rollout worker {slot} has no room for the values of a step ({error}): "
+            "raise Ray's object_store_memory there, free space on the disk to which Ray spills, or lower "
+            "train.groups_per_step; --resume continues from the latest checkpoint"
+        )
+
+    def _outside(self, worker: _Worker, keys: Collection[int]) -> None:
+        known = worker.held.keys() & set(keys)  # others are not given to this process yet
+        if known and not any(w.outside for w in self._workers):
+            self.say(
+                f"The object store on the node of rollout worker {self._workers.index(worker)} is full: its samples "
+                "stay in the worker's own memory, and no further prompts are admitted before a step is trained"
+            )
+        worker.outside |= known
+
+    def holds(self, holder: int, nbytes: Mapping[int, int]) -> None:
+        """Counts further groups that a worker holds: key -> bytes."""
+        if (worker := self._of(holder)) is not None:
+            worker.held |= nbytes
 
     def release(self, groups: Collection[SampleGroup]) -> None:
         """Frees the values of groups that are trained or discarded, once their rollouts are written."""
@@ -293,6 +333,7 @@ class RolloutWorkers:
                 worker.link.send("free", own)
                 for key in own:
                     worker.held.pop(key, None)
+                    worker.outside.discard(key)
 
     def write_rollouts(self, path: Path, groups: Sequence[SampleGroup]) -> None:
         """As `report.metrics.write_rollouts`, by the workers. `wrote` waits for it."""

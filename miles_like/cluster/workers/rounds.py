@@ -79,7 +79,7 @@ class ScoredRound:
             at = [(i, n) for _, i, n in order]
             try:
                 sent = [one.samples for one in lent]
-                scores, _ = await lent[0].by.worker.link.exchange("score", at, sent=sent)
+                (scores, _), _ = await lent[0].by.worker.link.exchange("score", at, sent=sent)
             except (WorkerEnded, SentLostError):  # without what it lent
                 continue
             own: list[dict[int, Any]] = [{} for _ in lent]
@@ -94,7 +94,7 @@ class ScoredRound:
 async def _lent(by: _Asks) -> _Lent | None:
     """None: its worker has ended."""
     try:
-        prompts, (samples,) = await by.worker.link.exchange("unscored", by.call, count=1)
+        (prompts, _), (samples,) = await by.worker.link.exchange("unscored", by.call, count=1)
     except WorkerEnded:
         return None
     return _Lent(by, prompts, samples)

@@ -115,7 +115,8 @@ class HeldValues:
             for holder, at in own.items()
         )
         out: dict[int, SampleGroup] = {}
-        for at, (made, _) in zip(own.values(), found, strict=True):
+        for (holder, at), ((made, nbytes), _) in zip(own.items(), found, strict=True):
+            self.workers.holds(holder, nbytes)
             out |= {i: RecordGroup(prompt=groups[i].prompt, samples=s) for i, s in zip(at, made, strict=True)}
         return [out[i] for i in range(len(groups))]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from miles_like.batch.portion import Portion
 from miles_like.checkpoint.saved_groups import read_groups, write_groups
 from miles_like.cluster.workers.holder import AskedRow, ColumnHolder, Columns, Objects, added, of_records
+from miles_like.cluster.workers.link import Answered
 from miles_like.protocols import RewardFn
 from miles_like.records import RecordGroup, SampleRecord
 from miles_like.report.metrics import write_rollouts
@@ -88,6 +89,7 @@ class Done(NamedTuple):
     discarded: Mapping[str, int]
     refused: str | None
     nbytes: int  # held of it
+    outside: bool  # of the store, which has no room for it
 
 
 class Next(NamedTuple):
@@ -221,8 +223,9 @@ class RolloutWorker:
                 refused = self._sampling.filter(group) if group.samples else None
                 share = self._shares[call]
                 records = self.holder.keep(group)
-                nbytes = self.holder.bytes_of(records[0].key) if records else 0
-                share.done.append(Done(place, records, group.discarded, refused, nbytes))
+                nbytes = sum(self.holder.bytes_of(s.key for s in records[:1]).values())
+                outside = any(s.key in self.holder.outside for s in records[:1])
+                share.done.append(Done(place, records, group.discarded, refused, nbytes, outside))
                 share.changed.set()
 
     async def abort(self) -> None:
@@ -253,6 +256,22 @@ class RolloutWorker:
         self._sampling.serve(urls)
 
     # ---- values
+
+    async def exchange(
+        self, method: str, keys: Sequence[int], values: Sequence[Any], *arguments: Any
+    ) -> tuple[Answered, Sequence[Any]]:
+        """A method that gets values of tokens and gives some: its answer, and what it gives. keys: of the groups that
+        are held here which it is about."""
+        answer, given = await getattr(self, method)(values, *arguments)
+        return Answered(answer, self.holder.bytes_of(keys)), given
+
+    async def make_room(self) -> Sequence[int]:
+        """Takes all groups out of the store; returns their keys."""
+        there = {key: reference for key, reference, _ in self._complete.values()}
+        own = await asyncio.to_thread(self.holder.copies, there | dict(self.holder.references(self.holder.keys)))
+        self.holder.take_out(own)
+        self._complete = {name: (key, own.get(key, r), of) for name, (key, r, of) in self._complete.items()}
+        return list(self.holder.outside)
 
     async def free(self, keys: Sequence[int]) -> None:
         """The groups are trained or discarded."""
@@ -290,11 +309,12 @@ class RolloutWorker:
 
     async def derive(
         self, values: Sequence[Any], what: str, groups: Sequence[RecordGroup], arguments: Sequence[str]
-    ) -> tuple[list[tuple[SampleRecord, ...]], list[Any]]:
-        """Holds groups that `Work` makes from others; their records. values: none."""
+    ) -> tuple[tuple[list[tuple[SampleRecord, ...]], Mapping[int, int]], list[Any]]:
+        """Holds groups that `Work` makes from others; their records, and the bytes held of each group. values: none."""
         before = await asyncio.to_thread(self.holder.values, groups)
         made, _ = await self._sampling.work(what, before, arguments)
-        return [self.holder.keep(g) for g in made], []
+        records = [self.holder.keep(g) for g in made]
+        return (records, self.holder.bytes_of(s.key for of in records for s in of[:1])), []
 
     async def move(
         self, values: Sequence[Any], stream: str, groups: Sequence[RecordGroup], derived: Sequence[RecordGroup]
@@ -404,7 +424,7 @@ class RolloutWorker:
             if not name.startswith(UNFINISHED)
         }
         keys = [g.samples[0].key for g in complete.values() if g.samples]
-        return Restored(complete, list(unfinished), {key: self.holder.bytes_of(key) for key in keys})
+        return Restored(complete, list(unfinished), self.holder.bytes_of(keys))
 
     async def close(self) -> None:
         for call in list(self._shares):

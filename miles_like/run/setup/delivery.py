@@ -1,17 +1,28 @@
-"""Publications in two parts: trainer ranks write a version to a directory, and servers load it without the trainer."""
+"""Publications in two parts: trainer ranks write a version to a directory, and servers get it without the trainer."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from miles_like.protocols import TrainerRanks
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.types import PublishReport
+from rollout.publish.directory.differences import StoredDifferences
 from rollout.publish.directory.loads import DirectoryLoads
+from rollout.publish.directory.stored_sends import StoredSends
+from rollout.server_url import on_loopback
 from routing_replay.versions import version_of
+
+LOADS: Mapping[str, type[DirectoryLoads]] = {  # by publish.path
+    "disk": DirectoryLoads,
+    "delta": StoredDifferences,
+    "tensor": StoredSends,
+    "distributed": StoredSends,
+}
 
 
 def publication_of(
@@ -26,7 +37,9 @@ def publication_of(
     trainer.connect(rollout.publisher(urls, goes_on=goes_on, loads=False))
 
     def loads_of(urls: Sequence[str], joins: bool) -> DirectoryLoads:
-        return DirectoryLoads(rollout.target(urls, goes_on=goes_on, joins=joins), rollout.published)
+        here = all(map(on_loopback, urls))  # on the host of this process, which may not be that of a rank
+        target = replace(rollout.target(urls, goes_on=goes_on, joins=joins), handles="memory" if here else None)
+        return LOADS[target.config.path](target, rollout.published)
 
     delivery = DirectoryDelivery(lambda version: trainer.publish(version=version), loads_of, life)
     delivery.connect(urls)
@@ -91,6 +104,7 @@ class DirectoryDelivery:
             pause_seconds=sent.pause_seconds,
             checksums=sent.checksums,
             failed=sent.failed,
+            whole_bytes=written.whole_bytes,
             triton=written.triton,
         )
 

@@ -20,30 +20,33 @@ from miles_like.hf.checkpoint import HFCheckpoint, write_hf
 from miles_like.hf.merged import join_parts
 from miles_like.types import NamedTensor
 from quant.stream import quantize_stream
+from rollout.publish.directory.differences import DifferenceLoads
 from rollout.publish.directory.disk_publisher import POLL_S, DiskPublisher, SharedDirectory
 from rollout.publish.directory.encoded_weights import EncodedWeights
 from rollout.publish.directory.shares import Shares
 from rollout.publish.publication import PublishTarget, Sent
-from rollout.publish.publisher import compare_checksums, flush_cache
-from rollout.publish.servers import ServerSet, Stage, servers_of, states_of
-from rollout.sglang.http_replies import RolloutError
-from rollout.wire import endpoints
-from rollout.wire.control import PauseRequest, UpdateFromDisk
-from rollout.wire.deltas import DELTA, DeltaConfig
+from rollout.publish.servers import states_of
+from rollout.wire.deltas import DeltaConfig
 
 
-class DeltaPublisher(DiskPublisher):
+class DeltaPublisher(DiskPublisher, DifferenceLoads):
     """WeightPublisher that sends differences to servers of the embedded engine.
 
     The servers read, apply and check them while they generate; the pause is that of replacing the weights. If one of
-    them refuses, all stay at the old version, and the next publication is whole.
+    them refuses, all stay at the old version, and the next publication is whole. Without `loads` differences are
+    against the version that was written last, until they have as many bytes as the whole weights.
     """
 
-    def __init__(self, target: PublishTarget, shared: SharedDirectory, *, rank: int = 0, ranks: int = 1) -> None:
-        super().__init__(target, shared, rank=rank, ranks=ranks)
+    def __init__(
+        self, target: PublishTarget, shared: SharedDirectory, *, rank: int = 0, ranks: int = 1, loads: bool = True
+    ) -> None:
+        """As `DiskPublisher`."""
+        super().__init__(target, shared, rank=rank, ranks=ranks, loads=loads)
         self.base = EncodedWeights()
-        # of rank 0: the version that all servers have acknowledged, and their states then
+        # of rank 0: the version that all servers have acknowledged (without `loads`: that was written last), and their
+        # states then
         self._acknowledged: int | None = None
+        self._since = 0  # bytes of the differences that were written since the last whole version
         self._states: list[tuple[str, str, bool]] = []
         self._whole_bytes: int | None = None
 
@@ -57,12 +60,13 @@ class DeltaPublisher(DiskPublisher):
         if against is None:
             self.base.clear()
             sent = super()._send(stream, version)
-            self._whole_bytes = sent.bytes
+            self._whole_bytes, self._since = sent.bytes, 0
         else:
             sent = self._send_differences(stream, version, against)
         self.base.version = version if self.base.nbytes else None  # none: servers that join loaded what was there
         if not self._rank and not sent.failed:
-            self._acknowledged, self._states = version, states_of(self._target, version)
+            self._acknowledged = version
+            self._states = states_of(self._target, version) if self._loads else []
         return sent._replace(whole_bytes=self._whole_bytes)
 
     # ---- the version that differences are taken against
@@ -70,8 +74,11 @@ class DeltaPublisher(DiskPublisher):
     def _announce(self, version: int) -> None:
         """For the other ranks, before they have a tensor of the stream."""
         against = self._acknowledged
-        if against is not None and (not self._states or states_of(self._target) != self._states):
-            against = None
+        if self._loads:
+            kept = bool(self._states) and states_of(self._target) == self._states
+        else:
+            kept = self._whole_bytes is not None and self._since < self._whole_bytes
+        against = against if kept else None
         self._directory.mkdir(parents=True, exist_ok=True)
         for left in self._directory.glob("*.against"):
             left.unlink(missing_ok=True)
@@ -108,7 +115,7 @@ class DeltaPublisher(DiskPublisher):
         parts = [path.with_name(f"{path.name}.part{i}") for i in range(self._ranks)]
         for left in (parts[self._rank], *([] if self._rank else [path])):
             shutil.rmtree(left, ignore_errors=True)
-        if not self._rank:
+        if not self._rank and self._loads:
             self.check_versions(version)  # the others have been given the version to take differences against
         shares = Shares(self._ranks, self._target.spec)
         own = shares.of(self._rank, stream)
@@ -123,8 +130,10 @@ class DeltaPublisher(DiskPublisher):
         self._check_parts(parts)
         nbytes = join_parts(parts, path)
         shares.check_names(HFCheckpoint(path))
-        sent = self._load_differences(path, version, against)
-        self._served = None  # no directory has all tensors of what is served
+        self._since += nbytes
+        if not self._loads:
+            return Sent(nbytes, directory=path)
+        sent = self.load_difference(path, version, against)
         for other in self._directory.glob("difference_*"):
             if other != path and other.is_dir():
                 shutil.rmtree(other)
@@ -134,36 +143,3 @@ class DeltaPublisher(DiskPublisher):
         for name, tensor in quantize_stream(own, self._target.spec):
             payload = self.base.advance(name, tensor).payload
             yield NamedTensor(name, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-
-    def _load_differences(self, path: Path, version: int, against: int) -> Sent:
-        """Have the servers read and check the differences, and then replace their weights. Raises RuntimeError."""
-        servers = servers_of(self._target)
-        request = UpdateFromDisk(
-            model_path=str(path),
-            load_format=DELTA,
-            prepare=True,
-            flush_cache=False,
-            weight_version=str(version),
-            keep_pause=True,
-        )
-        self._stage = Stage.ASKED
-        try:
-            self._prepare(servers, request)
-            began, self._stage = time.perf_counter(), Stage.PAUSED
-            servers.ask(endpoints.PAUSE, PauseRequest(mode=self._mode).to_json())
-            self._stage = Stage.BEGUN
-            servers.change(endpoints.UPDATE_FROM_DISK, request.model_copy(update={"prepare": False}).to_json())
-            self._stage = Stage.CHANGED
-            flush_cache(servers, self._mode)
-            checksums = compare_checksums(servers, None) if self._target.config.verify else ()
-            servers.ask(endpoints.CONTINUE, {})
-        except RolloutError as e:
-            asked = f"All servers still serve version {against}; publish again, which sends all weights"
-            state = asked if self._stage is Stage.ASKED else self._give_up(servers)
-            raise RuntimeError(f"weights of version {version} were not published: {e}. {state}") from e
-        finally:
-            servers.close()
-        return Sent(0, time.perf_counter() - began, checksums, servers.lost)
-
-    def _prepare(self, servers: ServerSet, request: UpdateFromDisk) -> None:
-        servers.change(endpoints.UPDATE_FROM_DISK, request.to_json())

@@ -20,7 +20,7 @@ from miles_like.hf.merged import join_parts
 from miles_like.types import NamedTensor, PublishReport
 from quant.hf_config import quantized_config, spec_from_hf
 from quant.stream import quantize_stream
-from rollout.publish.directory.loads import DirectoryLoads
+from rollout.publish.directory.loads import DirectoryLoads, number_of
 from rollout.publish.directory.shares import Shares
 from rollout.publish.publication import PublishTarget, Sent, publish_stream
 
@@ -76,7 +76,7 @@ class DiskPublisher(DirectoryLoads):
             return Sent(nbytes)
         self._wait_for(parts)
         # servers may still read what was published of this version before
-        path = self._directory / f"version_{version}{f'.{_number(there[-1]) + 1}' if there else ''}"
+        path = self._directory / f"version_{version}{f'.{number_of(there[-1]) + 1}' if there else ''}"
         nbytes = self._join(parts, path, shares, version)
         if not self._loads:
             return Sent(nbytes, directory=path)
@@ -108,11 +108,6 @@ class DiskPublisher(DirectoryLoads):
                 "which is an internal error of miles-like: please report it. Nothing was sent"
             )
 
-    def _written(self, version: int) -> list[Path]:
-        """The complete directories of a version, in the order in which they were written."""
-        found = [self._directory / f"version_{version}", *self._directory.glob(f"version_{version}.*")]
-        return sorted((p for p in found if p.is_dir() and ".part" not in p.name), key=_number)
-
     def _write(self, part: Path, own: Iterator[NamedTensor]) -> int:
         """Write this rank's weights, encoded; returns their bytes."""
         encoded = self._encoded(own)
@@ -136,8 +131,3 @@ class DiskPublisher(DirectoryLoads):
                     "disk, or raise that limit. The servers still serve the previous version"
                 )
             time.sleep(POLL_S)
-
-
-def _number(path: Path) -> int:
-    """Of the directories of one version: 0 for the first."""
-    return int(path.suffix[1:] or 0)

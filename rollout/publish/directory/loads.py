@@ -74,6 +74,11 @@ class DirectoryLoads:
             if other != path:
                 shutil.rmtree(other)
 
+    def _written(self, version: int) -> list[Path]:
+        """The complete directories of a version, in the order in which they were written."""
+        found = [self._directory / f"version_{version}", *self._directory.glob(f"version_{version}.*")]
+        return sorted((p for p in found if p.is_dir() and ".part" not in p.name), key=number_of)
+
     def _reached(self, stage: Stage) -> None:
         self._stage = stage
 
@@ -134,3 +139,8 @@ def _from(path: Path | str, version: int | str) -> dict[str, Any]:
     return UpdateFromDisk(
         model_path=str(path), flush_cache=False, weight_version=str(version), keep_pause=True
     ).to_json()
+
+
+def number_of(path: Path) -> int:
+    """Of the directories of one version: 0 for the first."""
+    return int(path.suffix[1:] or 0)

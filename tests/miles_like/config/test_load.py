@@ -294,7 +294,14 @@ def test_a_process_group_has_one_member_on_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("settings", "facts"),
     [
-        (["publish.path=tensor"], ("publish.path", "tensor", "disk")),
+        (["publish.path=reshard"], ("publish.path", "reshard", "disk")),
+        (
+            [
+                *("publish.path=distributed", "rollout.engine=sglang"),
+                *("cluster.gpus_per_node=8", "cluster.nodes=2", "cluster.colocate=false"),
+            ],
+            ("publish.path", "distributed", "disk"),
+        ),
         (["buffer.max_staleness=0"], ("buffer.max_staleness", 0, 1)),
         (["cluster.colocate=true"], ("cluster.colocate", "true")),
         (
@@ -308,6 +315,7 @@ def test_a_process_group_has_one_member_on_a_gpu() -> None:
 )
 def test_servers_load_beside_training_where_nothing_needs_them(settings: list[str], facts: Facts) -> None:
     beside = ["publish.during_training=true", "publish.path=disk", "buffer.max_staleness=1"]
-    assert load_config(TINY, beside).publish.during_training
+    for path in ("disk", "delta", "tensor", "distributed"):
+        assert load_config(TINY, [*beside, f"publish.path={path}"]).publish.during_training
     with refuses(ValueError, "publish.during_training", *facts):
         load_config(TINY, [*beside, *settings])

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +28,11 @@ from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.cluster.workers import actors
 from miles_like.cluster.workers.actors import ActorLink, StartActor
 from miles_like.cluster.workers.values import HeldValues
+from miles_like.cluster.workers.worker import Sampling
 from miles_like.loop.buffer import LOST
 from miles_like.nodes.session import start_ray, stop_ray
 from miles_like.records import ColumnsLostError, PlannedBatch, PlannedMicroBatch, SampleRecord
-from miles_like.types import Prompt
+from miles_like.types import Prompt, SampleGroup
 from tests.support.fakes import wait_until
 from tests.support.own_ray import this_node
 from tests.support.standin_rank import Stand
@@ -44,15 +46,31 @@ def nodes() -> Iterator[Any]:
     stop_ray()
 
 
+class OnUvloop(Made):
+    """As its `Made`, in a process whose event loop is uvloop's."""
+
+    async def groups(
+        self, round_index: int, prompts: Sequence[Prompt]
+    ) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+        assert type(asyncio.get_running_loop()).__module__.startswith("uvloop")
+        async for one in super().groups(round_index, prompts):
+            yield one
+
+    def __call__(self, urls: Sequence[str]) -> Sampling:
+        return replace(super().__call__(urls), sampler=self)
+
+
 async def by_task(cells: Sequence[PlannedMicroBatch], parcels: Sequence[Any]) -> Any:
     """In another process, as a rank is."""
     task: Any = ray.remote(num_cpus=0)(contents)
     return await task.remote(cells, *parcels)
 
 
-def looped(nodes: Any, logs: Path, **more: Any) -> Loop:
+def looped(nodes: Any, logs: Path, factory: Any = None, **more: Any) -> Loop:
     slots = [Slot(role="rollout", index=w, node=0, gpus=()) for w in range(2)]
-    start = StartActor(nodes=nodes, slots=slots, urls=[["a"], ["b"]], factory=Made(), logs=logs, silent_s=3.0)
+    start = StartActor(
+        nodes=nodes, slots=slots, urls=[["a"], ["b"]], factory=factory or OnUvloop(), logs=logs, silent_s=3.0
+    )
     return Loop(start=start, max_staleness=9, fill=by_task, **more)
 
 
@@ -190,3 +208,51 @@ def test_an_object_that_ray_has_lost_is_not_there(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ray, "get", lost)
     with pytest.raises(LookupError, match="OwnerDiedError"):
         actors.ObjectStore().get(None)
+
+
+FILLER = "filler"
+
+
+class Large(Made):
+    """Groups of 6 MB, each sample's in a stream of two numbers a token."""
+
+    async def groups(
+        self, round_index: int, prompts: Sequence[Prompt]
+    ) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+        async for i, group in super().groups(round_index, prompts):
+            wide = [replace(s, streams={FILLER: torch.ones(s.length, 750_000 // s.length)}) for s in group.samples]
+            yield i, replace(group, samples=tuple(wide))
+
+    def __call__(self, urls: Sequence[str]) -> Sampling:
+        return replace(super().__call__(urls), sampler=self)
+
+
+@pytest.mark.long(beside="tests/miles_like/cluster/workers/test_worker_pool.py")
+def test_a_full_object_store_pauses_the_run_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's, of 80 MB, whose disk has no room for more: twelve groups fit, and the buffer may have thirty."""
+    stop_ray()  # of the fixture
+    monkeypatch.setenv("RAY_local_fs_capacity_threshold", "0.0001")
+    plain = ray.init
+    monkeypatch.setattr(ray, "init", lambda **given: plain(**{**given, "object_store_memory": 80_000_000}))
+    start_ray(None)
+    seen: list[tuple[int, bool]] = []
+
+    async def run() -> Loop:
+        loop = looped(this_node(), tmp_path, factory=Large())
+
+        def look(step: int) -> None:
+            seen.append((sum(len(w.outside) for w in loop.workers._workers), loop.workers.full))
+
+        loop.before_pull = look
+        await loop.run(4)
+        await loop.workers.close()
+        return loop
+
+    try:
+        loop = asyncio.run(run())
+    finally:
+        stop_ray()
+    assert any(outside and full for outside, full in seen) and any("is full" in line for line in loop.said), seen
+    assert len(loop.trained) == 12 == len(set(loop.trained)) and LOST not in loop.ledger._discarded
+    found = loop.ledger.metrics()
+    assert found["ledger/issued"] == found["ledger/trained"] + found["ledger/discarded"]

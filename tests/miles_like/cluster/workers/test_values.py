@@ -139,6 +139,19 @@ async def held(workers: int, factory: Any) -> tuple[HeldValues, list[SampleGroup
     return HeldValues(pool), groups
 
 
+async def counted(values: HeldValues, groups: Sequence[SampleGroup]) -> None:
+    """The driver counts the bytes of all columns, those that the step has added too, until the groups are released."""
+    pool: Any = values.workers
+    holders = {w.number: w.link.worker.holder for w in pool._workers}
+    whole = [s for g in groups for of in holders[g.samples[0].holder].values([g]) for s in of.samples]  # type: ignore[attr-defined]
+    own = [x for s in whole for x in (s.token_ids, s.loss_mask, s.logprobs, *s.streams.values())]
+    assert any(s.streams for s in whole) == any(h._added for h in holders.values())
+    assert pool.nbytes == sum(x.numel() * x.element_size() for x in own)
+    values.release(groups)
+    await asyncio.sleep(0.01)
+    assert not pool.nbytes and not any(h.keys or h._added or h._bytes for h in holders.values())
+
+
 def of_all(groups: Sequence[SampleGroup]) -> list[list[Any]]:
     """A user's advantages: numbers of the whole rollout, and tokens' for one sample."""
     most = max(s.length for g in groups for s in g.samples)
@@ -190,7 +203,10 @@ def test_columns_are_those_of_one_process_with_all_samples(case: str) -> None:
             values=values or OwnValues(),
             mask_truncated=config.parts.mask_truncated,
         )
-        return await steps_of(experience, groups or [made(p) for p in PROMPTS], trainer, critic)
+        found = await steps_of(experience, groups or [made(p) for p in PROMPTS], trainer, critic)
+        if values is not None and groups is not None:
+            await counted(values, groups)
+        return found
 
     alone = asyncio.run(run(0))
     assert any(any(bytes(x[3])) for x in alone[0]) and bool(alone[1]) == config.has_critic
@@ -276,6 +292,7 @@ def test_teachers_say_the_same_whoever_holds_the_samples(at_once: bool, monkeypa
         holders = {w.number: w.link.worker.holder for w in values.workers._workers}  # type: ignore[attr-defined]
         whole = [holders[g.samples[0].holder].values([g])[0] for g in scored]  # type: ignore[attr-defined]
         assert sum(len(h.keys) for h in holders.values()) == len(prompts)  # what the trainer was asked is freed
+        await counted(values, groups)
         return whole, teachers.metrics(scored)
 
     expected, metrics = asyncio.run(alone())

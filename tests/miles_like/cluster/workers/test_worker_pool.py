@@ -8,6 +8,8 @@ for the portions of its ranks. Not covered: Ray (test_actors.py), servers and mo
 from __future__ import annotations
 
 import asyncio
+import math
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,20 +18,30 @@ import pytest
 import torch
 
 from miles_like.batch.packer import Packer
+from miles_like.batch.parcel import Parcel
 from miles_like.checkpoint.saved_groups import read_groups
+from miles_like.cluster.workers import pool
 from miles_like.cluster.workers.link import WorkerEnded
 from miles_like.cluster.workers.pool import RolloutWorkers
 from miles_like.cluster.workers.values import HeldValues
 from miles_like.loop.buffer import LOST
-from miles_like.records import ColumnsLostError, PlannedBatch
-from miles_like.types import SamplingParams
+from miles_like.records import ColumnsLostError, PlannedBatch, SampleRecord
+from miles_like.types import SampleGroup, SamplingParams
 from tests.support.local_workers import LocalLink, LocalWorkers
+from tests.support.refusals import refuses
 from tests.support.worker_loop import ALL, PLACE, Loop, Made, made
 
 
-def looped(steps: int, factory: Any = None, workers: int = 2, slow_s: Sequence[float] = (), **more: Any) -> Loop:
+def looped(
+    steps: int,
+    factory: Any = None,
+    workers: int = 2,
+    slow_s: Sequence[float] = (),
+    capacity: float = math.inf,
+    **more: Any,
+) -> Loop:
     async def run() -> Loop:
-        start = LocalWorkers([[f"http://{w}"] for w in range(workers)], factory or Made(), slow_s)
+        start = LocalWorkers([[f"http://{w}"] for w in range(workers)], factory or Made(), slow_s, capacity)
         loop = Loop(start=start, **more)
         await loop.run(steps)
         return loop
@@ -148,8 +160,58 @@ def test_a_full_store_admits_no_prompt_before_a_step_is_trained() -> None:
     assert most[1] < most[1 << 40]
 
 
+def test_a_store_that_refuses_groups_costs_none_and_admits_no_prompt_before_a_step_is_trained() -> None:
+    """They stay in the worker's own memory, also those that make room for what a rank gets."""
+    dealt: dict[float, int] = {}
+    size = len(pickle.dumps(Parcel(made("0"))))
+    for capacity in (2.5 * size, 5.5 * size, math.inf):
+
+        async def run(capacity: float = capacity) -> Loop:
+            outside: list[int] = []
+
+            def look(step: int) -> None:
+                outside.append(sum(len(link.worker.holder.outside) for link in loop.start.links))
+
+            start = LocalWorkers([["a"]], Made(), capacity=capacity)
+            loop = Loop(start=start, max_staleness=4, before_pull=look)
+            await loop.run(4)
+            assert any(outside) == (capacity < math.inf) == bool(loop.said)
+            await asyncio.sleep(0.1)  # what is left is discarded
+            assert not loop.start.links[0].worker.holder.outside and not loop.workers.full
+            return loop
+
+        loop = asyncio.run(run())
+        dealt[capacity] = loop.dealt
+        assert len(loop.trained) == 12 == len(set(loop.trained))
+        found = totals(loop)
+        assert LOST not in loop.ledger._discarded and found["issued"] == found["trained"] + found["discarded"]
+    assert dealt[2.5 * size] <= dealt[5.5 * size] < dealt[math.inf]
+
+
+def test_a_store_that_never_has_room_for_a_step_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_ROOM_S", (0.0, 0.0))
+    with refuses(RuntimeError, "rollout worker 0", "object_store_memory"):
+        looped(1, workers=1, capacity=10.0)
+
+
 def test_a_slow_worker_delays_its_groups_alone() -> None:
+    """Those of the other come first, and while its own are in flight further prompts go to the other."""
+
+    async def run() -> None:
+        loop = Loop(start=LocalWorkers([["a"], ["b"]], Made(), (0.5, 0.0)))
+        await loop.workers.begin()
+        found = loop.workers.groups(0, loop.take(6))
+        assert [holder_of((await anext(found))[1]) for _ in range(3)] == [1, 1, 1]
+        assert [holder_of(g) async for _, g in loop.workers.groups(1, loop.take(2))] == [1, 1]
+        assert [holder_of(g) async for _, g in found] == [0, 0, 0]
+
+    asyncio.run(run())
     assert len(looped(3, slow_s=(0.02, 0.0)).trained) == 9
+
+
+def holder_of(group: SampleGroup) -> int:
+    (number,) = {s.holder for s in group.samples if isinstance(s, SampleRecord)}
+    return number
 
 
 def test_workers_that_end_again_and_again_end_the_run() -> None:
