@@ -2,7 +2,7 @@
 there.
 
 Two nodes of Ray on one machine, of which one ends at once with all its processes. Not covered: nodes with separate
-addresses and disks; another node in the place of the lost one (tests/miles_like/run/rebuild/test_layout.py has the
+addresses and disks; another node in the place of the lost one (tests/miles_like/run/rebuild/test_lost_layout.py has the
 arithmetic).
 """
 

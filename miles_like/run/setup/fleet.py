@@ -1,4 +1,4 @@
-"""Makes the fleet of a run: its servers, what publishes to them, and who sends them requests."""
+"""Makes the fleet of a run: its servers, what publishes to them, and what sends them requests."""
 
 from __future__ import annotations
 

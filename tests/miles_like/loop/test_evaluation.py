@@ -17,6 +17,7 @@ from miles_like.loop.evaluation import Answers, Evaluator, HeldOut, evaluate
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import scored_by
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, ServerLost
+from rollout.episodes.serving import Serving
 from tests.support.fakes import FakeEngine, make_prompt
 from tests.support.refusals import Facts, refuses
 
@@ -57,11 +58,11 @@ def _right_if_first(prompt: Prompt, sample: Sample) -> float:
 
 
 def _evaluated(
-    engines: Sequence[Cached], *configs: EvalSet, alone: bool = True, version: int = 0, lost: Any = None
+    engines: Sequence[Cached], *configs: EvalSet, alone: bool = True, version: int = 0, serving: Serving | None = None
 ) -> dict[str, float]:
     prompts = [make_prompt(f"p{i}") for i in range(3)]
     sets = [HeldOut(config=c, prompts=prompts, reward=scored_by(_right_if_first)) for c in configs]
-    return asyncio.run(evaluate(engines, sets, params=PARAMS, version=version, alone=alone, lost=lost))
+    return asyncio.run(evaluate(engines, sets, params=PARAMS, version=version, alone=alone, serving=serving))
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,8 @@ def test_a_cache_is_left_alone_while_others_sample() -> None:
 
 
 class Dead(Cached):
+    url = "http://a"
+
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> list[SampleGroup]:
         raise ServerLost("server http://a cannot be reached")
 
@@ -112,14 +115,18 @@ class Dead(Cached):
         raise ServerLost("server http://a cannot be reached")
 
 
-def test_a_server_that_does_not_answer_is_left_to_the_next_publication_if_that_replaces_it() -> None:
-    lost: list[str] = []
+def test_another_server_is_asked_in_the_place_of_one_that_does_not_answer() -> None:
+    dead, lost = Dead(), list[str]()
+
+    def serving(limit_s: float) -> Serving:
+        return Serving([dead.url, ""], lambda url, error: lost.append(url), limit_s=limit_s)
+
     found = {"eval/held/avg@1": 1.0, "eval/held/unscored_frac": 0.0}
-    assert _evaluated([Dead(), Cached()], HELD, lost=lost.append) == found and len(lost) == 1
+    assert _evaluated([dead, Cached()], HELD, serving=serving(5)) == found and lost == [dead.url]
     with refuses(ServerLost, "http://a"):
-        _evaluated([Dead(), Cached()], HELD)
+        _evaluated([dead, Cached()], HELD)
     with refuses(ServerLost, "http://a"):
-        _evaluated([Dead()], HELD, lost=lost.append)
+        _evaluated([dead], HELD, serving=serving(0.05))
 
 
 @pytest.mark.parametrize(("every", "due"), [(0, []), (1, [1, 2, 3]), (2, [2, 3]), (9, [3])])
