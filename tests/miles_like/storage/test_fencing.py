@@ -21,7 +21,7 @@ from miles_like.checkpoint.run_state import RunState
 from miles_like.checkpoint.writer import RunCheckpoints, Snapshot
 from miles_like.loop.recorder import Recorder, StepRecord
 from miles_like.report.progress import PhaseBar
-from miles_like.report.sinks import JsonlSink
+from miles_like.report.sinks import JsonlSink, TensorboardSink
 from miles_like.storage.appended_file import AppendedFile, truncate_to
 from miles_like.storage.fencing import EPOCH_FILE, Fence, StaleEpochError, begun_after, epoch_of
 from tests.support.refusals import refuses
@@ -123,14 +123,16 @@ async def saved(writer: RunCheckpoints, step: int) -> None:
 
 
 def test_no_writer_of_a_stale_process_changes_the_directory(tmp_path: Path) -> None:
-    """Metrics, ledger, rollouts, and each part of a checkpoint: of the models, of the state, and its name."""
+    """Metrics, curves, ledger, rollouts, and each part of a checkpoint: of the models, of the state, and its name."""
     model, fence = Model(), Fence.begin(tmp_path)
     sink, ledger = JsonlSink(tmp_path / "metrics.jsonl", fence), Ledger(tmp_path / "ledger.jsonl", fence)
     progress = PhaseBar(3, Console(file=io.StringIO()))
     made: Any = {"sink": sink, "ledger": ledger, "progress": progress}
     recorder = Recorder(**made, samples=tmp_path / "rollouts", fence=fence)
     writer, half = checkpoints(tmp_path, fence, model), checkpoints(tmp_path, fence, model)
+    board = TensorboardSink(tmp_path / "tensorboard", fence=fence)
     sink.write(1, {"loss": 1.0})
+    board.write(1, {"loss": 1.0})
     recorder.check(StepRecord(step=0, progress=progress))
     asyncio.run(saved(writer, 1))
     asyncio.run(half.begin(2, Snapshot()))
@@ -139,6 +141,7 @@ def test_no_writer_of_a_stale_process_changes_the_directory(tmp_path: Path) -> N
     assert {"metrics.jsonl", "checkpoints/latest", "rollouts/step_1.jsonl"} <= before.keys()
     for write in (
         lambda: sink.write(2, {"loss": 0.5}),
+        lambda: board.write(2, {"loss": 0.5}),
         lambda: ledger.file and ledger.file.write("line\n"),
         lambda: recorder.check(StepRecord(step=1, progress=progress)),
         lambda: asyncio.run(writer.save_models(3)),
@@ -147,6 +150,7 @@ def test_no_writer_of_a_stale_process_changes_the_directory(tmp_path: Path) -> N
     ):
         with pytest.raises(StaleEpochError):
             write()
+    board.close()
     assert files(tmp_path) == before and model.saves == saves
 
 
