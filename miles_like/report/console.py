@@ -55,6 +55,11 @@ class JsonLines(Console):
         self.file.flush()
 
 
+def note(console: Console, text: str) -> None:
+    """Print a line, indented to the second column of the lines of stages and steps."""
+    console.print(f"{'':12}{text}", markup=False, soft_wrap=True)
+
+
 def verbose() -> bool:
     """Whether mismatch, speed and phases are printed with each step: `-v`, or a `--log-level` of info or debug."""
     return logging.getLogger("miles_like").isEnabledFor(logging.INFO)

@@ -112,14 +112,6 @@ def stage_functions(
         work = ConvertWork(memory, c.workers, nodes, timeout_s, apart=True, local=local)
         to_megatron(hf_dir, out, work, tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp)
 
-    def lost(root: Path) -> Sequence[str]:
-        if not (root / ELSEWHERE).is_file():
-            return ()
-        from miles_like.staging.separate_disks import lost_pieces
-
-        cluster.join()
-        return lost_pieces(root, timeout_s=config.cluster.timeout_s)
-
     def preflight(stages: Sequence[Stage], to_do: Sequence[str], online: bool) -> Preflight:
         from miles_like.preflight.checks import Preflight
 
@@ -133,9 +125,19 @@ def stage_functions(
         train=train,
         sizes=None if model is None else _sizes(config, model),
         joins_cluster=cluster.ray_address is not None,
-        lost=lost,
+        lost=partial(_lost, cluster, config.cluster.timeout_s),
         preflight=preflight,
     )
+
+
+def _lost(cluster: RunCluster, timeout_s: float, root: Path) -> Sequence[str]:
+    """The files of a converted directory that no node of the run has any more."""
+    if not (root / ELSEWHERE).is_file():
+        return ()
+    from miles_like.staging.separate_disks import lost_pieces
+
+    cluster.join()
+    return lost_pieces(root, timeout_s=timeout_s)
 
 
 def _check_memory(

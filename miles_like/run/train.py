@@ -38,6 +38,7 @@ from miles_like.loop.state import KNOWN_ANSWER, LoopState
 from miles_like.loop.step_bounds import StepBounds
 from miles_like.preflight.checks import check_over_sampling
 from miles_like.protocols import Algorithm, GroupFilter, RolloutEngine, TrainerRanks
+from miles_like.report.console import note
 from miles_like.report.health import repeated
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import OUTAGE_S, Rewards
@@ -112,7 +113,7 @@ def train(
     files.begin()
     teachers = run_teachers(rollout, console, partial(launcher.nodes, plan))
     teachers.prepare()
-    started, say = time.perf_counter(), partial(_say, console)
+    started, say = time.perf_counter(), partial(note, console)
     with contextlib.ExitStack() as stopping:
         stopping.callback(teachers.stop)  # first, so also where the run's own servers cannot be started
         teachers.launch()
@@ -155,10 +156,6 @@ def _servers(
     if rollout.plan.config.rollout.engine == "vllm":
         say(OPEN)
     return launcher.servers(rollout, resumed.state.weight_version if resumed else 0)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(f"{'':12}{text}", markup=False, soft_wrap=True)
 
 
 class TrainingRun(RebuildingRun):

@@ -18,6 +18,7 @@ from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.fleet.fleet import Fleet
 from miles_like.loop.recorder import Recorder
 from miles_like.protocols import Algorithm
+from miles_like.report.console import note
 from miles_like.rewards.load import Rewards
 from miles_like.run.rebuild.budget import RebuildBudget
 from miles_like.run.rebuild.layout import named, plan_on_rest, servers_of
@@ -175,4 +176,4 @@ class RebuildingRun(ABC):
             )
 
     def say(self, text: str) -> None:
-        self.console.print(f"{'':12}{text}", markup=False, soft_wrap=True)
+        note(self.console, text)

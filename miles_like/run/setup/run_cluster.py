@@ -5,12 +5,14 @@ Ray is imported by the first call that needs it, because a dry run and finished 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from miles_like.config.run import RunConfig
+from miles_like.report.console import note
 
 if TYPE_CHECKING:
     from miles_like.cluster.run_nodes import RunNodes
@@ -53,7 +55,12 @@ class RunCluster:
         if self._reservation is None:
             c, run = self.config.cluster, str(self.run_dir.resolve())
             self._reservation = reserve(
-                c.nodes, c.gpus_per_node, run=run, when_busy=c.when_busy, timeout_s=c.timeout_s, say=self._say
+                c.nodes,
+                c.gpus_per_node,
+                run=run,
+                when_busy=c.when_busy,
+                timeout_s=c.timeout_s,
+                say=partial(note, self.console),
             )
         return RunNodes(
             nodes=self._reservation.nodes,
@@ -74,7 +81,7 @@ class RunCluster:
         self.join()
         if not self._hosts:
             c = self.config.cluster
-            found = suitable_nodes(c.nodes, c.gpus_per_node, timeout_s=c.timeout_s, say=self._say)
+            found = suitable_nodes(c.nodes, c.gpus_per_node, timeout_s=c.timeout_s, say=partial(note, self.console))
             self._hosts = choose_nodes(found, c.nodes)
         return self._hosts
 
@@ -110,6 +117,3 @@ class RunCluster:
         if self._reservation is not None:
             self._reservation.release()
             self._reservation = None
-
-    def _say(self, line: str) -> None:
-        self.console.print(f"{'':12}{line}", markup=False, soft_wrap=True)

@@ -96,7 +96,8 @@ class StoredDifferences(DifferenceLoads):
         return chain
 
     def _whole_of(self, version: int) -> Path | None:
-        return (self._written(version) or [None])[-1]
+        found = self._written(version)
+        return found[-1] if found else None
 
 
 def _is_difference(path: Path) -> bool:
