@@ -36,13 +36,13 @@ def group_of(cell: Cell) -> str:
     return "clock" if cell.kind == "clock jump" else cell.ground
 
 
-def environment(group: str, where: Path) -> dict[str, str]:
+def environment(group: str) -> dict[str, str]:
     """Of a process that plays cells; with another clock for the processes that choose so (effects.be)."""
     out = os.environ | _ENVIRONMENT
     if group == "clock":
-        (where / "no-jump").write_text("+0")
-        fake = {"FAKETIME_TIMESTAMP_FILE": str(where / "no-jump"), "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
-        out |= fake | {"LD_PRELOAD": _FAKETIME, "FAKETIME_CACHE_DURATION": "1"}
+        out |= {"FAKETIME": "+0", "FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_CACHE_DURATION": "1"}
+        out["LD_PRELOAD"] = _FAKETIME
+        out["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).with_name("clocked")), str(record.ROOT)])
     return out
 
 
@@ -100,7 +100,6 @@ class Slots:
     def __init__(self, group: str, todo: Iterable[Cell], number: int, until: float, pause: Path | None = None) -> None:
         """pause: no cell begins while this file exists."""
         self._pause = pause
-        self._where = tempfile.TemporaryDirectory(prefix="faults-slots-")
         self._todo: queue.SimpleQueue[Cell] = queue.SimpleQueue()
         for cell in todo:
             self._todo.put(cell)
@@ -112,7 +111,7 @@ class Slots:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env=environment(group, Path(self._where.name)),
+                env=environment(group),
                 cwd=record.ROOT,
             )
             for _ in range(number)
@@ -157,7 +156,6 @@ class Slots:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._where.cleanup()
 
 
 def play_all(todo: Sequence[Cell], *, slots: int, until: float, commit: str, pause: Path | None = None) -> int:

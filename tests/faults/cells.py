@@ -15,7 +15,7 @@ from tests.support.covering import Row, covering_rows
 
 ROLES = {
     "driver": "the process of the command",
-    "rank": "the last trainer rank of two",
+    "rank": "the last of two trainer ranks",
     "server head": "rank 0 of the second of two rollout servers: HTTP, scheduler, sampler",
     "server part": "rank 1 of that server, which then has two",
     "teacher": "the server of a teacher, which the run started",

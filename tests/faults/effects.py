@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -45,9 +47,23 @@ def be(role: str) -> None:
     """This process plays a role."""
     global _me
     _me = os.getpid(), role
+    if role != "driver":  # which forks the others first
+        clock_of(role)
+
+
+def clock_of(role: str) -> None:
+    """From the moment on this process has another wall clock, if it is the victim: libfaketime reads its offset from
+    the environment once a second."""
     cell = points.cell()
-    if cell is not None and cell.kind == "clock jump" and role == cell.role:
-        os.environ["FAKETIME_TIMESTAMP_FILE"] = str(points.run_dir() / "clock")  # read at each look at the clock
+    if cell is None or cell.kind != "clock jump" or role != cell.role:
+        return
+
+    def watch() -> None:
+        while not points.struck():
+            select.select([], [], [], 0.05)
+        os.environ["FAKETIME"] = "+1d"
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _struck(*roles: str) -> bool:

@@ -1,8 +1,9 @@
 """A cell of the fault matrix on plain processes (tests/support/local_run.py): the run, the fault, what came of it.
 
-One run has all roles: two data-parallel ranks, two servers (of two ranks each where a part of one is struck), a
-teacher's server that the run starts, and a reward service that this module starts again when it has died or hung. Ray's
-actors are stand-ins; loop, clients, publisher, checkpoints, engine and Megatron are the product's.
+A run has one rank and one server, and what the struck role needs beside them: a second data-parallel rank, a second
+server, ranks of a server, a teacher's server that the run starts, a reward service that this module starts again when
+it has died or hung. Ray's actors are stand-ins; loop, clients, publisher, checkpoints, engine and Megatron are the
+product's.
 """
 
 from __future__ import annotations
@@ -27,42 +28,44 @@ import torch
 from miles_like.checkpoint.ledger_audit import audit
 from tests.faults import effects, points
 from tests.faults.cells import Cell, must
-from tests.support import local_parts, local_run
+from tests.support import kill_points, local_parts, local_run
 from tests.support.forked import Forked, answers
 from tests.support.local_run import Runs, tensors, untimed
 from tests.support.spawn import free_port
 
 STEPS = 3
-WHOLE_S, RESUMED_S = 240.0, 200.0  # limits of the struck run and of the resumed one
+WHOLE_S, RESUMED_S = 300.0, 300.0  # limits of the struck run and of the resumed one
 HANGS_S = 8.0  # after which a driver that hangs is killed from outside
 SERVICE_BACK_S = 6.0  # until the reward service is started again
 DAMAGED = "run_state.json"
 SETTINGS = (
-    "parallel.dp=2",
-    "rollout.servers=2",
     "train.groups_per_step=2",
     "rollout.max_new_tokens=8",
-    "rollout.request_timeout_s=12.0",
+    "rollout.request_timeout_s=20.0",
     "publish.replacements=3",
-    "distillation.mode=added",
-    "distillation.request_timeout_s=12.0",
-    "reward.name=remote",
-    "reward.timeout_s=5",
-    "reward.retries=6",
-    "reward.retry_wait_s=0.5",
     "mismatch.checksums_every=1",
     "eval.every=0",
 )
 TURNS = ("cluster.colocate=true",)
-DIVIDED = ("rollout.embedded.tp_size=2",)
+SERVICE = ("reward.name=remote", "reward.timeout_s=5", "reward.retries=6", "reward.retry_wait_s=0.5")
+TEACHER = ("distillation.mode=added", "distillation.request_timeout_s=20.0")
+OF_ROLE: dict[str, tuple[str, ...]] = {  # what a run needs beside one rank and one server
+    "rank": ("parallel.dp=2",),
+    "server head": ("rollout.servers=2",),
+    "server part": ("rollout.servers=2", "rollout.embedded.tp_size=2"),
+    "teacher": TEACHER,
+    "reward": SERVICE,
+}
 
 
-def settings_of(home: Path, port: int, cell: Cell, steps: int) -> list[str]:
-    """Of a run whose reward service is at the port."""
-    teacher = f"distillation.teachers.own={{kind='server',path='{home / 'hf'}'}}"
-    own = [teacher, f"reward.remote.url=http://127.0.0.1:{port}/", f"train.steps={steps}"]
-    more = (*(TURNS if cell.moment == "asleep" else ()), *(DIVIDED if cell.role == "server part" else ()))
-    return [*SETTINGS, *own, *more]
+def settings_of(home: Path, port: int, role: str, *, turns: bool = False, steps: int = STEPS) -> list[str]:
+    """Of a run with a role, whose reward service is at the port."""
+    more = [*OF_ROLE.get(role, ()), *(TURNS if turns else ()), f"train.steps={steps}"]
+    if role == "teacher":
+        more.append(f"distillation.teachers.own={{kind='server',path='{home / 'hf'}'}}")
+    if role == "reward":
+        more.append(f"reward.remote.url=http://127.0.0.1:{port}/")
+    return [*SETTINGS, *more]
 
 
 # ---- the driver's process
@@ -74,16 +77,32 @@ def drive(run_dir: Path, home: Path, settings: Sequence[str], name: str) -> int:
     kill = points.arm(run_dir, cell)
     if cell is not None:
         effects.plant(cell)
-    teacher = [Forked(f"teacher {i}", answers(functools.partial(_teacher, i)), _log(run_dir, i)) for i in range(4)]
-    points.also(teacher=teacher[0].pid)
-    _serve_teacher(teacher, home)
+    teacher = []
+    if any(word.startswith("distillation.") for word in settings):
+        makes = [answers(functools.partial(_teacher, i)) for i in range(4)]
+        teacher = [Forked(f"teacher {i}", make, _log(run_dir, i)) for i, make in enumerate(makes)]
+        points.also(teacher=teacher[0].pid)
+        _serve_teacher(teacher, home)
+    _introduce_then(lambda: effects.clock_of("driver"))
     vars(local_parts)["SealingRank"] = _ranks(local_parts.SealingRank)
-    in_server = functools.partial(_in_server, 2)
+    servers = 2 if "rollout.servers=2" in settings else 1
+    in_server = functools.partial(_in_server, servers)
     try:
         return local_run.drive(run_dir, home, settings, kill, in_server=in_server, spares=3)
     finally:
         for process in teacher:
             process.kill()
+
+
+def _introduce_then(act: Callable[[], None]) -> None:
+    """`act` in the driver once its processes are there."""
+    introduce = kill_points.introduce
+
+    def introducing(**pids: int) -> None:
+        introduce(**pids)
+        act()
+
+    vars(kill_points)["introduce"] = introducing
 
 
 def _log(run_dir: Path, i: int) -> Path:
@@ -162,10 +181,7 @@ class RewardService:
         pid.unlink(missing_ok=True)
         program = Path(__file__).with_name("reward_service.py")
         words = [sys.executable, "-S", "-E", str(program), str(self._run_dir), str(self.port), self._cell]
-        environment = dict(os.environ)
-        if self._cell and Cell.named(self._cell).role == "reward" and "clock jump" in self._cell:
-            environment["FAKETIME_TIMESTAMP_FILE"] = str(self._run_dir / "clock")
-        process = subprocess.Popen(words, env=environment)
+        process = subprocess.Popen(words)
         deadline = time.monotonic() + 20
         while not pid.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -201,24 +217,27 @@ class RewardService:
 
 def undisturbed(runs: Runs, where: Path, cell: Cell) -> Path:
     """The run of a cell's settings in which nothing strikes, made once."""
-    kind = [
-        word for word, is_it in (("turns", cell.moment == "asleep"), ("parts", cell.role == "server part")) if is_it
-    ]
-    return _made(runs, where / "-".join(["whole", *kind]), cell, STEPS)
+    turns = cell.moment == "asleep"
+    run_dir = where / f"{'turns' if turns else 'whole'}-{_group(cell)}"
+    return _made(runs, run_dir, cell, turns=turns)
 
 
 def half(runs: Runs, where: Path, cell: Cell) -> Path:
     """A run that ended after STEP steps, to be resumed."""
-    return _made(runs, where / ("half-parts" if cell.role == "server part" else "half"), cell, points.STEP)
+    return _made(runs, where / f"half-{_group(cell)}", cell, steps=points.STEP)
 
 
-def _made(runs: Runs, run_dir: Path, cell: Cell, steps: int) -> Path:
+def _group(cell: Cell) -> str:
+    return cell.role.replace(" ", "-") if cell.role in OF_ROLE else "plain"
+
+
+def _made(runs: Runs, run_dir: Path, cell: Cell, **more: Any) -> Path:
     if not (run_dir / "done").exists():
         shutil.rmtree(run_dir, ignore_errors=True)
         run_dir.mkdir(parents=True)
         with RewardService(run_dir, "") as reward:
-            settings = settings_of(runs.home, reward.port, cell, steps)
-            code = runs.call(run_dir / "driver.log", drive, run_dir, runs.home, settings, "")
+            settings = settings_of(runs.home, reward.port, cell.role, **more)
+            code = runs.call(run_dir / "driver.log", drive, run_dir, runs.home, settings, "", timeout_s=WHOLE_S)
         assert code == 0, f"the undisturbed run ended with {code}: {sentence(run_dir / 'driver.log')}"
         (run_dir / "done").touch()
     return run_dir
@@ -234,11 +253,10 @@ def play(cell: Cell, runs: Runs, where: Path, run_dir: Path) -> dict[str, Any]:
         shutil.copytree(half(runs, where, cell), run_dir)
         (run_dir / "done").unlink()
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "clock").write_text("+0")
     log = run_dir / "driver.log"
     began = time.monotonic()
     with RewardService(run_dir, cell.name) as reward, Rows(run_dir) as rows:
-        settings = settings_of(runs.home, reward.port, cell, STEPS)
+        settings = settings_of(runs.home, reward.port, cell.role, turns=cell.moment == "asleep")
         if cell.kind == "clock jump":
             settings.append("checkpoint.deadline_s=3600")
         code = struck_run(runs, run_dir, settings, cell)

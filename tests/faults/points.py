@@ -112,8 +112,6 @@ def strike(**seen: Any) -> None:
 
 
 def _act(cell: Cell, victims: list[int]) -> None:
-    if cell.kind == "clock jump":
-        (_run_dir / "clock").write_text("+1d")
     if cell.ground == "spread":
         _until(_run_dir / STRUCK)  # the player strikes: it alone sees the processes of all nodes
         return

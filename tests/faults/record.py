@@ -71,6 +71,6 @@ def faults_of(result: Mapping[str, Any]) -> list[str]:
 
 
 def due(chosen: Sequence[Cell], commit: str, known: Mapping[str, Result]) -> list[Cell]:
-    """Cells without a result of this commit, those that never had one first."""
-    stale = [cell for cell in chosen if known.get(cell.name, {}).get("commit") != commit]
+    """Cells without a whole result of this commit, those that never had one first."""
+    stale = [c for c in chosen if known.get(c.name, {}).get("commit") != commit or "broken" in known[c.name]]
     return sorted(stale, key=lambda cell: (cell.name in known, known.get(cell.name, {}).get("date", "")))

@@ -7,7 +7,6 @@ moment on. A program of the standard library alone, which starts in a tenth of a
 import json
 import os
 import sys
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -30,6 +29,8 @@ class Handler(BaseHTTPRequestHandler):
         status, body = 200, json.dumps(sum(map(ord, asked["response"])) % 97 / 97).encode()
         if struck() and kind == "garbage":
             body = b"\x00\xff nonsense"
+        if struck() and kind == "clock jump":
+            os.environ["FAKETIME"] = "+1d"
         if struck() and kind == "out of memory":
             status, body = 500, b"MemoryError"
         self.send_response(status)
@@ -47,6 +48,4 @@ with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
     new = run_dir / "reward.pid.new"
     new.write_text(str(os.getpid()))
     new.rename(run_dir / "reward.pid")
-    if struck() and kind == "clock jump":
-        time.time()
     server.serve_forever()

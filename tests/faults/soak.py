@@ -47,6 +47,7 @@ MOST_STEPS = 1_000_000
 HUNG_S = 40.0  # without the end of a step after a fault, after which the command is killed
 COMPARED = 40  # steps of the undisturbed run, at most
 SPARES = 12
+ROLES = ("rank", "server head", "teacher", "reward")  # that a run has beside the driver
 FAULTS = (
     *(("driver", kind) for kind in ("SIGKILL", "SIGSTOP", "slow")),
     *(("rank", kind) for kind in ("SIGKILL", "slow")),
@@ -132,13 +133,8 @@ class Soak:
         began = time.monotonic()
         with Service(self.run_dir, "") as reward, plain.Rows(self.run_dir) as rows:
             self.rows = rows
-            self.settings = [
-                *plain.SETTINGS,
-                f"distillation.teachers.own={{kind='server',path='{self.runs.home / 'hf'}'}}",
-                f"reward.remote.url=http://127.0.0.1:{reward.port}/",
-                f"train.steps={MOST_STEPS}",
-                f"publish.replacements={SPARES}",
-            ]
+            ours = [plain.settings_of(self.runs.home, reward.port, role, steps=MOST_STEPS) for role in ROLES]
+            self.settings = [*dict.fromkeys(word for words in ours for word in words), f"publish.replacements={SPARES}"]
             threads = [threading.Thread(target=of, daemon=True) for of in (self._strike_often, self._measure)]
             for thread in threads:
                 thread.start()

@@ -35,7 +35,7 @@ SETTINGS = (
     *QUICK,
     "parallel.dp=2",
     "rollout.servers=2",
-    "rollout.request_timeout_s=8.0",
+    "rollout.request_timeout_s=20.0",
     "publish.replacements=3",
     "publish.parts_timeout_s=15",
     "mismatch.checksums_every=1",
@@ -98,7 +98,7 @@ def play(cell: Cell, runs: Runs, where: Path, run_dir: Path) -> dict[str, Any]:
     whole = undisturbed(runs, where / ("spread-turns" if turns else "spread-whole"), turns)
     run_dir.mkdir(parents=True)
     given = settings(runs.home, where, cell, turns)
-    with plain.Rows(run_dir) as rows:
+    with plain.Rows(run_dir / "run") as rows:
         if cell.moment == "resuming":
             with _cluster(run_dir / "first") as cluster:
                 code = _end(_start(cluster, run_dir, [*given, f"train.steps={points.STEP}"], "first.log"))
@@ -122,13 +122,13 @@ def play(cell: Cell, runs: Runs, where: Path, run_dir: Path) -> dict[str, Any]:
         "seconds": rows.until_next(found[0]["at"]) if found else None,
         "took_s": round(time.monotonic() - began, 1),
         "struck": bool(found) and points.believed(found[0]) and (run_dir / points.STRUCK).exists(),
-        **plain.compared(run_dir, whole),
+        **plain.compared(run_dir / "run", whole),
     }
 
 
 def settings(home: Path, where: Path, cell: Cell, turns: Sequence[str]) -> list[str]:
     """Of a run over two nodes, on the shared disk."""
-    timeout_s = CALL_S.get(cell.kind, 25.0)
+    timeout_s = CALL_S.get(cell.kind, 30.0)
     return [
         *SETTINGS,
         *turns,
@@ -160,11 +160,11 @@ def _cluster(work: Path) -> Iterator[Cluster]:
 def _start(
     cluster: Cluster, run_dir: Path, given: Sequence[str], log: str, *, cell: str = "", resume: bool = False
 ) -> subprocess.Popen[bytes]:
-    """The command on the first node."""
+    """The command on the first node. The run is in `run_dir`/run."""
     fault = {points.VARIABLE: json.dumps([str(run_dir), cell])} if cell else {}
     spec = ",".join(f"{name}='{value}'" for name, value in fault.items())
     words = [w for s in (*given, *([f"cluster.env={{{spec}}}"] if fault else [])) for w in ("--set", s)]
-    train = ["train", str(TINY), "--run-dir", str(run_dir), "--ray-address", cluster.ray_address, *words]
+    train = ["train", str(TINY), "--run-dir", str(run_dir / "run"), "--ray-address", cluster.ray_address, *words]
     with (run_dir / log).open("ab") as out:
         program = [sys.executable, "-c", "from tests.faults.spread import command; command()"]
         process: subprocess.Popen[bytes] = cluster[_DRIVER].popen(
