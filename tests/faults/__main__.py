@@ -13,6 +13,7 @@ import json
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,8 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.faults import page, record
 from tests.faults.cells import Cell, cells
@@ -47,14 +50,14 @@ def environment(group: str) -> dict[str, str]:
 
 
 def chosen(only: Sequence[str]) -> list[Cell]:
-    """Cells whose name has all words of one of the texts: "rank SIGKILL", "driver / idle"."""
-    if not only:
-        return list(cells())
-    return [cell for cell in cells() if any(all(w in cell.name for w in text.split()) for text in only)]
+    """Cells whose name has all words of one of the texts, such as "rank SIGKILL", in the order of the texts."""
+    found = [cell for text in only or [""] for cell in cells() if all(word in cell.name for word in text.split())]
+    return list(dict.fromkeys(found))
 
 
 def slot(group: str) -> int:
     """A process that plays: names of cells in, results out, a line each."""
+    signal.signal(signal.SIGTERM, _end_with_all)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print is no answer
     with tempfile.TemporaryDirectory(prefix="faults-") as made, contextlib.ExitStack() as stack:
@@ -75,6 +78,14 @@ def slot(group: str) -> int:
                 )
             shutil.rmtree(run_dir, ignore_errors=True)
     return 0
+
+
+def _end_with_all(*_: object) -> None:
+    """Also what is stopped, and what a cell leaves behind that was not played to its end."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    os._exit(1)
 
 
 def _runs(where: Path) -> Any:
@@ -154,7 +165,7 @@ class Slots:
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
-                process.kill()
+                process.terminate()
                 process.wait()
 
 

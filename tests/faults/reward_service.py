@@ -6,7 +6,9 @@ moment on. A program of the standard library alone, which starts in a tenth of a
 
 import json
 import os
+import select
 import sys
+import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -43,6 +45,13 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing is logged."""
 
 
+def end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        select.select([], [], [], 1.0)
+    os._exit(0)
+
+
+threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
 ThreadingHTTPServer.request_queue_size = 64
 with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
     new = run_dir / "reward.pid.new"

@@ -26,7 +26,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,13 @@ import psutil
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.report.metrics import TIMINGS
 from tests.faults import page, plain, points, record
+from tests.faults.costs import GOAL, SHARE, STEP_S, Struck, cost, goodput
 from tests.support import kill_points, local_parts, local_run
 from tests.support.forked import Forked, answers
 from tests.support.local_run import Runs
 
 EVERY_S = 120.0
-STEP_S, SHARE = 134.0, 0.1  # of a large run: seconds of a step, share of steps that a fault strikes
-GOAL = 0.8
+LARGE = f"goodput of {STEP_S:g} s steps, {SHARE:.0%} of them struck (goal {GOAL:g})"
 MOST_STEPS = 1_000_000
 HUNG_S = 40.0  # without the end of a step after a fault, after which the command is killed
 COMPARED = 40  # steps of the undisturbed run, at most
@@ -53,18 +52,6 @@ FAULTS = (
     *(("rank", kind) for kind in ("SIGKILL", "slow")),
     *((role, kind) for role in ("server", "teacher", "reward") for kind in ("SIGKILL", "SIGSTOP", "slow")),
 )
-
-
-@dataclass
-class Struck:
-    """A fault and its cost."""
-
-    role: str
-    kind: str
-    at: float
-    starts: int  # of the command until then
-    step: int  # that had ended
-    in_recovery: bool = False
 
 
 def drive(run_dir: Path, home: Path, settings: Sequence[str]) -> int:
@@ -208,7 +195,7 @@ class Soak:
         if pid is None or not psutil.pid_exists(pid) or not self.rows.seen:
             return False
         step = self.rows.seen[-1][1]
-        self.struck.append(Struck(role, kind, time.monotonic(), self.starts, step, in_recovery))
+        self.struck.append(Struck(role, kind, time.monotonic(), step, in_recovery))
         with contextlib.suppress(ProcessLookupError):
             if kind == "slow":
                 program = str(Path(points.__file__).with_name("throttle.py"))
@@ -256,12 +243,12 @@ class Soak:
         return seconds, differs[:3]
 
     def figures(self, steps: int, wall: float, step_s: float, differs: list[str], left: Counter[str]) -> dict[str, Any]:
-        costs = [self._cost(s, step_s) for s in self.struck if not s.in_recovery]
-        known = [c for c in costs if c is not None]
-        lost = [c["lost_s"] for c in known]
-        large = [c["overhead_s"] + c["again"] * STEP_S for c in known]
+        first = [s for s in self.struck if not s.in_recovery]
+        found = [cost(s, self.struck, self.rows.seen, step_s) for s in first]
+        known = [c for c in found if c is not None]
+        lost = [c.lost_s for c in known]
         ledger = audit(self.run_dir / "ledger.jsonl")
-        goodput = STEP_S / (STEP_S + SHARE * statistics.mean(large)) if large else None
+        large = goodput(known, step_s)
         figures: dict[str, Any] = {
             "minutes": self.minutes,
             "seed": self.seed,
@@ -271,9 +258,9 @@ class Soak:
             "steps": steps,
             "seconds of an undisturbed step": round(step_s, 2),
             "seconds lost a fault": f"median {statistics.median(lost):.1f}, most {max(lost):.1f}" if lost else "",
-            "faults whose recovery was not seen": len(costs) - len(known),
+            "faults whose recovery was not seen": len(found) - len(known),
             "goodput of this run": round(min(1.0, steps * step_s / wall), 3),
-            f"goodput of {STEP_S:g} s steps, {SHARE:.0%} of them struck (goal {GOAL:g})": goodput and round(goodput, 3),
+            LARGE: large and round(large, 3),
             "steps that differ from the undisturbed run": ", ".join(differs) or "none",
             "ledger": ledger.wrong or "closed",
             "trained twice or lost": 0 if ledger.wrong is None else ledger.wrong,
@@ -281,23 +268,6 @@ class Soak:
             "left in temporary directories": ", ".join(f"{k}: {n}" for k, n in sorted(left.items())) or "nothing",
         }
         return figures | {"commit": record.product_commit(), "date": record.today()}
-
-    def _cost(self, s: Struck, step_s: float) -> dict[str, float] | None:
-        """Seconds between the ends of two steps around the fault, beyond a step; steps trained again, of which the one
-        under way counts by what was done of it."""
-        seen = self.rows.seen
-        before = [when for when, step in seen if when <= s.at and step == s.step]
-        after = [when for when, step in seen if when > s.at and step > s.step]
-        if not before or not after:
-            return None
-        lost = max(0.0, after[0] - before[-1] - step_s)
-        again = 0.0
-        if any(
-            o.at <= after[0] and o.role in ("driver", "rank") and o.kind != "slow" for o in self.struck if o.at >= s.at
-        ):
-            taken_back = {step for when, step in seen if s.at < when < after[0] and step <= s.step}
-            again = len(taken_back) + min(1.0, (s.at - before[-1]) / max(step_s, 0.01))
-        return {"lost_s": lost, "again": again, "overhead_s": max(0.0, lost - again * step_s)}
 
     def _flat(self) -> dict[str, str]:
         """First and last quarter."""
@@ -374,7 +344,7 @@ def main() -> int:
     page.write()
     print(json.dumps(figures, indent=1))
     wrong = figures["ledger"] != "closed" or figures["steps that differ from the undisturbed run"] != "none"
-    return int(wrong or (figures[next(k for k in figures if k.startswith("goodput of 134"))] or 0) < GOAL)
+    return int(wrong or (figures[LARGE] or 0.0) < GOAL)
 
 
 if __name__ == "__main__":
