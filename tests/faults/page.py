@@ -84,8 +84,8 @@ def _shown(cell: Cell, results: Mapping[str, Result], wrong: Mapping[str, Sequen
 
 
 def _told(result: Result, faults: Sequence[str]) -> str:
-    said = result.get("sentence", "")
-    return "; ".join(faults) + (f" (it printed: {said})" if said else "")
+    printed = result.get("sentence", "")
+    return "; ".join(faults) + (f" (it printed: {printed})" if printed else "")
 
 
 def _soak_rows(soaked: Sequence[Result]) -> Iterator[list[str]]:

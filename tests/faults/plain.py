@@ -341,15 +341,17 @@ def refused_damage(runs: Runs, run_dir: Path, settings: Sequence[str]) -> str:
     if damaged is None:
         return "no checkpoint was there yet: nothing could be damaged"
     code = runs.call(run_dir / "refused.log", drive, run_dir, runs.home, settings, "", timeout_s=RESUMED_S)
-    said = sentence(run_dir / "refused.log")
-    assert code == 2 and damaged.name in said, f"a damaged checkpoint was not refused by its name: {code}, {said}"
+    refusal = sentence(run_dir / "refused.log")
+    assert code == 2 and damaged.name in refusal, (
+        f"a damaged checkpoint was not refused with its name: {code}, {refusal}"
+    )
     before = [p for p in sorted(damaged.parent.glob("step_*")) if p.name < damaged.name]
     if before:
         (damaged.parent / "latest").write_text(before[-1].name + "\n")
     else:
         (damaged.parent / "latest").unlink()
     shutil.rmtree(damaged)
-    return said
+    return refusal
 
 
 def outcome_of(code: int | None, run_dir: Path) -> str:

@@ -73,7 +73,7 @@ def result(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "phrases"),
     [
         ({}, []),
         ({"struck": False}, ["the fault did not strike at its moment"]),
@@ -84,8 +84,8 @@ def result(**changes: Any) -> dict[str, Any]:
         ({"broken": "it hung"}, ["the cell was not played to its end: it hung"]),
     ],
 )
-def test_what_is_not_as_it_must_be_is_named(changes: dict[str, Any], told: list[str]) -> None:
-    assert record.faults_of(result(**changes)) == told
+def test_what_is_not_as_it_must_be_is_named(changes: dict[str, Any], phrases: list[str]) -> None:
+    assert record.faults_of(result(**changes)) == phrases
 
 
 def test_a_witness_is_believed_only_of_its_moment() -> None:
