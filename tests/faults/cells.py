@@ -1,4 +1,4 @@
-"""The cells of the fault matrix: which role is struck, when, by what, and what must happen. Nothing here starts a process.
+"""The cells of the fault matrix: which role is struck, when, by what, and what must happen. No process is started here.
 
 `RULES` is the expectation: the first rule that fits a cell says its outcome. A recovery that becomes better is one edit
 there.

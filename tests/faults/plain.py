@@ -41,14 +41,14 @@ DAMAGED = "run_state.json"
 SETTINGS = (
     "train.groups_per_step=2",
     "rollout.max_new_tokens=8",
-    "rollout.request_timeout_s=20.0",
+    "rollout.request_timeout_s=30.0",
     "publish.replacements=3",
     "mismatch.checksums_every=1",
     "eval.every=0",
 )
 TURNS = ("cluster.colocate=true",)
 SERVICE = ("reward.name=remote", "reward.timeout_s=5", "reward.retries=6", "reward.retry_wait_s=0.5")
-TEACHER = ("distillation.mode=added", "distillation.request_timeout_s=20.0")
+TEACHER = ("distillation.mode=added", "distillation.request_timeout_s=30.0")
 OF_ROLE: dict[str, tuple[str, ...]] = {  # what a run needs beside one rank and one server
     "rank": ("parallel.dp=2",),
     "server head": ("rollout.servers=2",),
