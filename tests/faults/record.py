@@ -71,6 +71,10 @@ def faults_of(result: Mapping[str, Any]) -> list[str]:
 
 
 def due(chosen: Sequence[Cell], commit: str, known: Mapping[str, Result]) -> list[Cell]:
-    """Cells without a whole result of this commit, those that never had one first."""
-    stale = [c for c in chosen if known.get(c.name, {}).get("commit") != commit or "broken" in known[c.name]]
+    """Cells without a result of this commit in which the fault struck, those that never had one first."""
+    stale = [c for c in chosen if not _of(known.get(c.name, {}), commit)]
     return sorted(stale, key=lambda cell: (cell.name in known, known.get(cell.name, {}).get("date", "")))
+
+
+def _of(result: Mapping[str, Any], commit: str) -> bool:
+    return result.get("commit") == commit and bool(result.get("struck"))
