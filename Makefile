@@ -17,7 +17,7 @@ JOBS ?= 3
 # 1: tests over nodes of Linux namespaces (tests/cluster) fail, and are not skipped, without the right to make them
 export MILES_LIKE_NEED_NAMESPACES ?= 0
 
-.PHONY: debian demo docs lint resolve check test test-fast test-slow test-long test-all snapshot test-sglang sglang-all test-vllm fuzz plan-all gpu benchmarks clean
+.PHONY: debian demo docs lint resolve check test test-fast test-slow test-long test-all snapshot test-sglang sglang-all test-vllm fuzz faults soak plan-all gpu benchmarks clean
 
 # Python keeps what it compiles: tests start hundreds of processes. Threads that wait for each other sleep: they would
 # spin on cores that other processes of the tests could use.
@@ -101,6 +101,16 @@ test-vllm: $(STAMP) $(VLLM)/.installed
 SEED ?= 0
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.fuzz --seed $(SEED)
+
+# the fault matrix (docs/reliability.md), as far as it has no result of the product's present commit; it may be stopped and
+# begun again: make faults ONLY='"rank SIGKILL" "teacher / idle"' for cells whose names have these words
+faults: $(STAMP)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.faults $(if $(ONLY),--only $(ONLY))
+
+# a random fault every 120 s: make soak MINUTES=60 SEED=7
+MINUTES ?= 10
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.faults.soak --minutes $(MINUTES) --seed $(SEED)
 
 # a rank of each kind of pipeline stage of every configuration with GPUs, and of 40 random layouts (drawn by
 # tests/support/random_layouts.py), on fake tensors: 45 minutes of a core the first time, then what has changed

@@ -75,10 +75,10 @@ class Deadline:
         seconds: float | None,
         *,
         began: float,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """began: start of the run by `clock`, in seconds. seconds: checkpoint.deadline_s; None: no stop is
-        requested."""
+        """began: start of the run by `clock`, in seconds (`run_began`). seconds: checkpoint.deadline_s; None: no stop
+        is requested."""
         self._stop, self._seconds, self._clock = stop, seconds, clock
         self._end = 0.0 if seconds is None else began + seconds
         self._step_s = 0.0
@@ -138,6 +138,11 @@ def command_began() -> float:
     `time.time` counts."""
     began = supervisor_began() if _call_began is None else _call_began
     return float(psutil.Process().create_time()) if began is None else began
+
+
+def run_began() -> float:
+    """`command_began`, in seconds as `time.monotonic` counts: a later change of the wall clock does not move it."""
+    return time.monotonic() - (time.time() - command_began())
 
 
 def end_in_order() -> None:

@@ -14,7 +14,7 @@ from miles_like.report.progress import PhaseBar
 from miles_like.run.setup.launcher import Launcher, freeze_gc
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter
-from miles_like.stopping import Deadline, StopRequest, command_began, run_to_end
+from miles_like.stopping import Deadline, StopRequest, run_began, run_to_end
 from miles_like.supervised.baseline import MismatchedKl
 from miles_like.supervised.data import ExampleReader
 from miles_like.supervised.steps import Batches, ExampleFeed, SupervisedLoop, make_objective
@@ -86,7 +86,7 @@ async def _loop(
         first, consumed = state.step, run_state.consumed_rows(state)
         await resumed.load(models)
         feed.restore(consumed, state.tokens_total)
-    deadline = Deadline(stop, c.checkpoint.deadline_s, began=command_began())
+    deadline = Deadline(stop, c.checkpoint.deadline_s, began=run_began())
     sink = files.sink(first)
     with PhaseBar(c.train.steps, files.console) as progress:
         loop = SupervisedLoop(

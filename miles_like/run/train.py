@@ -55,7 +55,7 @@ from miles_like.run.setup.teachers import RunTeachers, run_teachers
 from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter
 from miles_like.run.setup.turn_taking import TurnTaking, release_servers, released
 from miles_like.run.setup.worker_side import tokens_of
-from miles_like.stopping import Deadline, StopRequest, command_began, run_to_end
+from miles_like.stopping import Deadline, StopRequest, run_began, run_to_end
 from miles_like.turns.users import TurnAnswers, TurnFeed
 from miles_like.types import GREEDY, PublishReport, SampleGroup
 from rollout.episodes.partial import PartialRollouts
@@ -188,7 +188,7 @@ class TrainingRun(RebuildingRun):
         self.publication: TrainerPublication | DirectoryDelivery  # `run` makes it
         self.controller = controller
         self.stop = StopRequest()
-        self.deadline = Deadline(self.stop, rollout.plan.config.checkpoint.deadline_s, began=command_began())
+        self.deadline = Deadline(self.stop, rollout.plan.config.checkpoint.deadline_s, began=run_began())
         self.attach(RunRanks(trainer, critic, reference))
 
     def attach(self, ranks: RunRanks) -> None:

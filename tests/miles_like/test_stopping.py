@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from miles_like import stopping
-from miles_like.stopping import Deadline, Stopped, StopRequest, beside_loop, command_began, run_to_end
+from miles_like.stopping import Deadline, Stopped, StopRequest, beside_loop, command_began, run_began, run_to_end
 from tests.support.refusals import refuses
 
 SEEN: list[str] = []
@@ -206,6 +206,20 @@ def test_before_the_first_save_it_keeps_a_steps_time_for_one_and_a_slow_step_is_
 
 def test_the_command_began_before_now() -> None:
     assert 0 < time.time() - command_began() < 1e6
+    assert 0 < time.monotonic() - run_began() < 1e6
+
+
+@pytest.mark.parametrize("days", [1, -1])
+def test_a_jump_of_the_wall_clock_does_not_move_the_deadline(monkeypatch: pytest.MonkeyPatch, days: int) -> None:
+    async def stopped() -> bool:
+        stop, now = StopRequest(), time.time
+        deadline = Deadline(stop, time.monotonic() - run_began() + 3600.0, began=run_began())
+        monkeypatch.setattr(time, "time", lambda: now() + 86_400 * days)
+        deadline.note(1.0, 1.0)
+        deadline.close()
+        return stop.asked
+
+    assert not asyncio.run(stopped())
 
 
 def test_beside_a_running_loop_a_call_may_run_its_own() -> None:

@@ -119,6 +119,11 @@ def watched_server(target: Any) -> Any:
 
 
 def watched_rank(rank_class: type) -> Any:
+    return watched_class(rank_class)()
+
+
+def watched_class(rank_class: type) -> type:
+    """Of ranks that strike at their points."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as writer
 
     write = writer.write_preloaded_data
@@ -148,7 +153,7 @@ def watched_rank(rank_class: type) -> Any:
             writer.write_preloaded_data = staticmethod(watched)
             super().save(path, asynchronous)
 
-    return Watched()
+    return Watched
 
 
 def _watch_optimizer(trainer: Any, rank: int) -> None:
