@@ -101,7 +101,7 @@ USES: dict[tuple[str, str], tuple[tuple[str, ...], Any]] = {
 
 @pytest.mark.parametrize(("path", "line"), USES, ids=[f"{Path(p).name}-{i}" for i, (p, _) in enumerate(USES)])
 def test_the_release_is_as_a_line_of_ours_takes_it(te: dict[str, Any], path: str, line: str) -> None:
-    """What a release renames is told by the line that has to follow."""
+    """The message names the line that has to follow a release that renames something."""
     (number,) = [i for i, text in enumerate((ROOT / path).read_text().splitlines(), 1) if line in text]
     keys, want = USES[path, line]
     found = te["facts"]

@@ -34,7 +34,7 @@ class _Numbered(type):
 
 
 class Extension(types.ModuleType):
-    """The module. functions: what it computes; `called` counts calls by name."""
+    """The module. functions: what it computes; `called`: its name -> number of calls."""
 
     def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
         super().__init__(NAME)
