@@ -78,9 +78,15 @@ def _mock_missing_te_gemm() -> None:
     moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
+def transformer_engine_found() -> bool:
+    """Whether TransformerEngine's extension for torch is installed. Its Python is another distribution,
+    `transformer-engine`, and cannot be imported alone."""
+    return importlib.util.find_spec("transformer_engine_torch") is not None
+
+
 def hide_transformer_engine() -> None:
     """Let `import transformer_engine` fail in this process, where it is installed. Megatron takes its optimizer and its
-    router's product from the package without a look at the device, and both need CUDA."""
+    specs from the package without a look at the device, and both need CUDA."""
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 
@@ -102,7 +108,7 @@ def init_device() -> DeviceEnv:
     Raises AssertionError when megatron was imported before, or when the target of a shim has changed.
     """
     cuda = torch.cuda.is_available()
-    te = cuda and importlib.util.find_spec("transformer_engine") is not None
+    te = cuda and transformer_engine_found()
     env = DeviceEnv(_CPU, "gloo")
     if cuda:
         device = torch.device("cuda", torch.cuda.current_device())

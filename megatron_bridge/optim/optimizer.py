@@ -171,6 +171,18 @@ def prime_state(optimizer: ChainedOptimizer) -> None:
         adam.state["no parameters"] = {"step": torch.tensor(max(steps, default=0.0))}
 
 
+def complete_groups(optimizer: ChainedOptimizer) -> None:
+    """Give each parameter group the settings that its optimizer reads and a loaded checkpoint lacks, at their defaults.
+
+    Groups are stored as the optimizer that wrote them has them: torch's AdamW, of local modules, has no
+    `bias_correction`, without which TransformerEngine's FusedAdam ends its first step in a KeyError.
+    """
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups if part.optimizer is not None else ():
+            for name, value in part.optimizer.defaults.items():
+                group.setdefault(name, value)
+
+
 @torch.no_grad()
 def apply_gradients(optimizer: ChainedOptimizer, *, lr: float, clip: float) -> float:
     """Clip to `clip` by the global norm, step, and return the norm before clipping. Collective over all ranks.

@@ -40,7 +40,7 @@ def choose_spec(
     """
     kernels = config.kernels
     if kernels.spec == "te" and not (cuda and te):
-        missing = "a CUDA device" if not cuda else "the package transformer-engine"
+        missing = "a CUDA device" if not cuda else "the package transformer-engine-torch"
         raise ValueError(f"kernels.spec = 'te' needs {missing} on every trainer rank: set kernels.spec = 'auto'")
     local = config.precision.activations != "none"  # only local modules round their inputs like the rollout
     spec: Spec = "te" if kernels.spec in (("te",) if local else ("te", "auto")) and cuda and te else "local"

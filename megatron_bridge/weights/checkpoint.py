@@ -37,7 +37,7 @@ from megatron_bridge.families.base import SCORE
 from megatron_bridge.model import scalar_head
 from megatron_bridge.model.build import PolicyModel
 from megatron_bridge.model.lora import ADAPTERS, check_adapters, reset_adapters
-from megatron_bridge.optim.optimizer import prime_state
+from megatron_bridge.optim.optimizer import complete_groups, prime_state
 from megatron_bridge.optim.te_names import checkpoint_state, is_extra
 from megatron_bridge.weights.checkpoint_sums import verify_sums
 from megatron_bridge.weights.checkpoint_writer import CheckpointSave
@@ -224,6 +224,7 @@ def load_checkpoint(
         state = load_verified(wanted, source, parallel.signals.meet)
     _set_models(models, state)
     optimizer.load_state_dict(state["optimizer"])
+    complete_groups(optimizer)
     step = int(state["step"])
     if same_layout:
         set_rng_state(state[RNG])

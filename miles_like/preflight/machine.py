@@ -277,7 +277,7 @@ class Machines:
         paths = tuple(str(n.directory) for n in self.needs if n.on != "here")
         if not self.trains:
             return NodeProbe(paths=paths, sees=sees or {})
-        found = ["megatron.core", *(["transformer_engine"] if c.kernels.spec == "te" else [])]
+        found = ["megatron.core", *(["transformer_engine_torch"] if c.kernels.spec == "te" else [])]
         with contextlib.suppress(ValueError):  # the nodes' own ranges may leave room
             self._plan_ports([ephemeral_ports()])
         stock = c.servers is not None and c.rollout.engine in _STOCK

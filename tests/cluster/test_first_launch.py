@@ -77,7 +77,7 @@ def test_the_doctor_names_what_these_nodes_lack(cluster: Cluster, work: Path) ->
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(file.read_text())["findings"]
     wrong = {f["check"] for f in found if f["outcome"] == "wrong"}
-    assert {"trainer: transformer-engine", "engine"} <= wrong
+    assert {"trainer: transformer-engine-torch", "engine"} <= wrong
     (table,) = re.findall(r"\| row \| cause \| remedy \|\n\|---\|---\|---\|\n((?:\|.*\n)+)", PAGE)
     rows = [row.split("`")[1] for row in table.splitlines()]
     assert rows and {row.split(" A")[0] for row in rows} <= {f["check"].split(" node")[0] for f in found}

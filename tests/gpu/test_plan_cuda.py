@@ -18,7 +18,7 @@ from tests.support.plans import path_of, tensors, trainer_ranks
 from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None, reason="needs TransformerEngine: kernels.spec = 'te'"
+    importlib.util.find_spec("transformer_engine_torch") is None, reason="needs TransformerEngine: kernels.spec = 'te'"
 )
 
 ONE_GPU = ("cluster.gpus_per_node=1", "rollout.servers=1")

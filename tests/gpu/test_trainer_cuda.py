@@ -12,7 +12,7 @@ import torch
 from tests.support import toy
 from tests.support.spawn import free_port, run_ranks
 
-SPECS = ["local"] + (["te"] if importlib.util.find_spec("transformer_engine") else [])
+SPECS = ["local"] + (["te"] if importlib.util.find_spec("transformer_engine_torch") else [])
 COMPARED = ("train/loss", "train/grad_norm")
 # BF16 has 8 bits: a sum over a few layers in another order moves a mean log-prob by about 2^-8 of itself.
 TOLERANCE = 2e-2

@@ -52,7 +52,7 @@ class BuiltRank:
 def _nowhere() -> Iterator[None]:
     from megatron.core.transformer import multi_latent_attention
 
-    from megatron_bridge.device import parallel
+    from megatron_bridge.device import parallel, shims
 
     join, group = dist.init_process_group, dist.new_group
 
@@ -74,6 +74,7 @@ def _nowhere() -> Iterator[None]:
         stack.enter_context(mock.patch.object(parallel, "rank_store", fake_store))
         stack.enter_context(mock.patch.object(dist, "new_group", fake_group))
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: torch.device("meta")))
+        stack.enter_context(mock.patch.object(shims, "_CPU", torch.device("meta")))  # of a literal device="cuda"
         angles = mock.patch.object(multi_latent_attention, "YarnRotaryEmbedding", lambda *args, **kwargs: None)
         stack.enter_context(angles)
         yield
@@ -92,13 +93,10 @@ def _uncollected() -> Iterator[None]:
 def build_ranks(hf: dict[str, Any], layout: Mapping[str, Any], ranks: Sequence[int]) -> list[BuiltRank]:
     """Those ranks of the layout, one after the other, with the draft layers that the model has; `tests.support.spawn`
     processes only."""
-    from megatron_bridge.device.device import DeviceEnv, init_device
+    from megatron_bridge.device.device import init_device
 
     init_device()
     from megatron_bridge.config import OptimizerConfig, ParallelConfig, PrecisionConfig, ReplayConfig, TrainerConfig
-    from megatron_bridge.device.parallel import close_parallel, init_parallel
-    from megatron_bridge.model.build import build_model
-    from megatron_bridge.plan.resolve import resolve
 
     config = TrainerConfig(
         hf_config="",
@@ -108,8 +106,18 @@ def build_ranks(hf: dict[str, Any], layout: Mapping[str, Any], ranks: Sequence[i
         replay=ReplayConfig(),
         mtp_coefficient=0.1 if family_of(hf).mtp_layers(hf) else 0.0,
     )
+    return build_configured(config, hf, ranks)
+
+
+def build_configured(config: Any, hf: dict[str, Any], ranks: Sequence[int], *, te: bool = False) -> list[BuiltRank]:
+    """Those ranks of a TrainerConfig. te: of TransformerEngine's modules, in a process of tests.support.te.process."""
+    from megatron_bridge.device.device import DeviceEnv
+    from megatron_bridge.device.parallel import close_parallel, init_parallel
+    from megatron_bridge.model.build import build_model
+    from megatron_bridge.plan.resolve import resolve
+
     # as on a GPU, where parameters are made on the device
-    resolved = resolve(config, hf, cuda=True)
+    resolved = resolve(config, hf, cuda=True, te=te, capability=(9, 0))
     resolved.transformer["perform_initialization"] = False  # random numbers that are not used
     join = functools.partial(init_parallel, master_addr="", master_port=0, backend="fake", seed=0)
     built = []

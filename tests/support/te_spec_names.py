@@ -1,34 +1,21 @@
 """Names and shapes of one rank's models, built from the spec that argv names, each of a config and kernels in argv's
-JSON list; prints a JSON list. Its own process: the stand-in for TransformerEngine must be there before megatron is
-imported, and nowhere else."""
+JSON list; prints JSON of them, and with "te" the facts of the installed release. Its own process: TransformerEngine's
+modules must be there before megatron is imported, and nowhere else."""
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 
-def _with_stand_in(device: Any) -> Any:
-    """Everything of `init_device` but the shims that repair megatron's own handling of a missing TransformerEngine."""
-    from megatron_bridge.device import shims
-
-    sys.path.insert(0, str(Path(__file__).parent / "fake_transformer_engine"))
-    for shim in shims.TORCH_SHIMS:
-        shim.install()
-    import megatron.core  # noqa: F401
-
-    for shim in shims.MEGATRON_SHIMS:
-        shim.install()
-    return device.DeviceEnv(device._CPU, "gloo")
-
-
-def main(kind: str, jobs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
+def main(kind: str, jobs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
     from megatron_bridge.device import device
+    from tests.support.te import facts, process
 
-    env = _with_stand_in(device) if kind == "te" else device.init_device()
-    return [_built(kind, env, hf, kernels) for hf, kernels in jobs]
+    env = process.init_te() if kind == "te" else device.init_device()
+    built = [_built(kind, env, hf, kernels) for hf, kernels in jobs]
+    return {"built": built, "facts": facts.facts() if kind == "te" else {}}
 
 
 def _built(kind: str, env: Any, hf: dict[str, Any], kernels: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Each rank is built by the trainer's own `build_model` from the true config.json:
 has the draft layer; of the first one, each tensor-parallel rank and the last rank; of those between, the first rank and
 the last. What a rank must hold is worked out here by the rules of pipeline, tensor and expert parallelism; how tensors
 are cut into pieces for that layout is the converter's own code. Not covered: TransformerEngine's modules
-(test_te_names.py), and values, which do not exist here (tests/laws/test_weight_round_trip.py, of small models).
+(test_te_stages.py), and values, which do not exist here (tests/laws/test_weight_round_trip.py, of small models).
 """
 
 from __future__ import annotations

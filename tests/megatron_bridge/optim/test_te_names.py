@@ -1,4 +1,4 @@
-"""Names of megatron's own TransformerEngine specs, built on a CPU over a stand-in, against the local spec's."""
+"""Names of megatron's TransformerEngine specs, built on a CPU of the package's modules, against the local spec's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from megatron_bridge.optim.param_names import renamer
 from megatron_bridge.optim.te_names import checkpoint_state, is_extra, local_name, stored_key
 from tests.support.refusals import check_refusal
+from tests.support.te.facts import OPTIONAL
 from tests.support.tiny_models import CONFIGS, tiny, tiny_qwen
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +29,7 @@ EXPERTS: dict[str, dict[str, Any]] = {"grouped": {"grouped_gemm": True}, "sequen
 CASES = [(m, e) for m in MODELS for e in EXPERTS if e == "grouped" or m in ("deepseek", "qwen with a dense layer")]
 
 
-def _names(kind: str, jobs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+def _names(kind: str, jobs: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """In its own process: this one's megatron was imported without TransformerEngine."""
     arguments = [kind, json.dumps([(MODELS[model], kernels) for model, kernels in jobs])]
     done = subprocess.run(
@@ -43,10 +44,78 @@ def _names(kind: str, jobs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, 
 
 
 @pytest.fixture(scope="module")
-def built() -> dict[tuple[str, ...], dict[str, Any]]:
-    local = _names("local", [(model, {}) for model in MODELS])
-    te = _names("te", [(model, EXPERTS[experts]) for model, experts in CASES])
-    return dict(zip([(model, "local") for model in MODELS], local, strict=True)) | dict(zip(CASES, te, strict=True))
+def te() -> dict[str, Any]:
+    return _names("te", [(model, EXPERTS[experts]) for model, experts in CASES])
+
+
+@pytest.fixture(scope="module")
+def built(te: dict[str, Any]) -> dict[tuple[str, ...], dict[str, Any]]:
+    local = _names("local", [(model, {}) for model in MODELS])["built"]
+    return dict(zip([(m, "local") for m in MODELS], local, strict=True)) | dict(zip(CASES, te["built"], strict=True))
+
+
+# line of ours -> what it takes for granted of the release: a fact of tests/support/te/facts.py, and its value
+USES: dict[tuple[str, str], tuple[tuple[str, ...], Any]] = {
+    ("megatron_bridge/optim/te_names.py", r"linear_qkv\.layer_norm_weight$"): (
+        ("parameters", "LayerNormLinear"),
+        ["layer_norm_weight", "weight"],
+    ),
+    ("megatron_bridge/optim/te_names.py", r"\.weight(\d+)$"): (("parameters", "GroupedLinear"), ["weight0", "weight1"]),
+    ("megatron_bridge/step/fake_quant.py", 'leaf.rstrip("0123456789") == "weight"'): (
+        ("parameters", "Linear"),
+        ["weight"],
+    ),
+    ("megatron_bridge/optim/te_names.py", r"_extra_state\d*$"): (
+        ("extra states",),
+        ["Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm"],
+    ),
+    ("megatron_bridge/weights/checkpoint.py", "name: None for name in model.state_dict()"): (
+        ("loads None",),
+        ["Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm"],
+    ),
+    ("megatron_bridge/model/weight_functions.py", '"fuse_wgrad_accumulation"'): (
+        ("fuse_wgrad_accumulation",),
+        ["Linear", "LayerNormLinear", "GroupedLinear"],
+    ),
+    ("megatron_bridge/device/storages.py", "TransformerEngine's quantized weights"): (("quantized tensors",), True),
+    ("megatron_bridge/plan/kernels.py", '_BLOCK = {"delayed"'): (
+        ("recipes",),
+        {
+            "delayed": ["DelayedScaling", 16, 16],
+            "tensorwise": ["Float8CurrentScaling", 16, 16],
+            "blockwise": ["Float8BlockScaling", 16, 128],
+            "mxfp8": ["MXFP8BlockScaling", 32, 32],
+        },
+    ),
+    ("megatron_bridge/optim/optimizer.py", "TransformerEngine's FusedAdam"): (
+        ("adam",),
+        "transformer_engine.FusedAdam",
+    ),
+    ("megatron_bridge/plan/deterministic.py", '"NVTE_ALLOW_NONDETERMINISTIC_ALGO"'): (
+        ("variables",),
+        ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"],
+    ),
+    ("pyproject.toml", "transformer-engine[pytorch,core-cu13]=="): (("version",), "2.20.2"),
+}
+
+
+@pytest.mark.parametrize(("path", "line"), USES, ids=[f"{Path(p).name}-{i}" for i, (p, _) in enumerate(USES)])
+def test_the_release_is_as_a_line_of_ours_takes_it(te: dict[str, Any], path: str, line: str) -> None:
+    """The message names the line that has to follow a release that renames something."""
+    (number,) = [i for i, text in enumerate((ROOT / path).read_text().splitlines(), 1) if line in text]
+    keys, want = USES[path, line]
+    found = te["facts"]
+    for key in keys:
+        found = found[key]
+    assert found == want, f"{path}:{number} needs {' of '.join(reversed(keys))} to be {want}, the release has {found}"
+
+
+def test_what_megatron_finds_of_this_release_and_what_it_goes_on_without(te: dict[str, Any]) -> None:
+    """A name that moves is no error: megatron binds None and takes another way. Without `te_general_gemm` a router's
+    FP32 product is torch's, as on a rank of local modules; without `SplitAlongDim` query, key and value are split by
+    torch. Fused permutation, rotation and padding have no other way: `kernels` offers them."""
+    lacking = set(OPTIONAL) - set(te["facts"]["optional"])
+    assert lacking == {"te_general_gemm", "SplitAlongDim"}
 
 
 @pytest.mark.parametrize(("model", "experts"), CASES)
@@ -54,8 +123,7 @@ def test_every_parameter_has_one_local_name_and_its_shape(
     built: dict[tuple[str, ...], dict[str, Any]], model: str, experts: str
 ) -> None:
     """A bijection onto the local model's parameters, so that a published or saved weight is neither lost nor doubled.
-    The oracle is megatron's own spec code. Not covered: that the stand-in's names are those of the installed release
-    (tests/gpu compares on a real one)."""
+    The oracle is megatron's own spec code over TransformerEngine's own modules."""
     te, local = built[model, experts], built[model, "local"]
     assert "TEDotProductAttention" in te["types"] and ("TEGroupedMLP" in te["types"]) is (experts == "grouped")
     renamed = {local_name(name): shape for name, shape in te["parameters"].items()}
@@ -68,7 +136,7 @@ def test_quantization_aware_training_rounds_the_same_weights_to_the_same_values(
     built: dict[tuple[str, ...], dict[str, Any]], model: str, experts: str
 ) -> None:
     """With either kind of linears: each weight is rounded, the experts' in one grouped linear too, and what is
-    published is the weight before. Not covered: TransformerEngine's own forward; the stand-in's is a matrix product."""
+    published is the weight before; a linear multiplies by the rounded one."""
     te, local = built[model, experts]["rounded"], built[model, "local"]["rounded"]
     assert te == local and any(".experts." in name for name in te)
     assert all(computed != served for computed, served in te.values())

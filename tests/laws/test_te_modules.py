@@ -1,0 +1,125 @@
+"""Laws over TransformerEngine's modules: what megatron builds of them computes what its local modules do.
+
+The modules are the package's own Python, its extension is emulated (tests/support/te, held to PyTorch's functions by
+tests/test_te_emulation.py), ranks are CPU ranks over gloo, and DeepEP is emulated over torch's all-to-all. So names,
+shapes, the order of a layer's operations, what is recomputed, what a checkpoint holds, and what the project does with
+the modules are true; kernels are not. Attention in FP32 is the package's own in PyTorch, in BF16 its fused one.
+Not covered: context parallelism and fused permutation, which have separate kernels; overlapped communication.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.laws import test_qat as qat
+from tests.laws import test_resharding_resume as resume
+from tests.support import layouts, toy
+from tests.support.chosen import chosen, later
+from tests.support.layouts import ROUTED, Case, agree_on_port
+from tests.support.spawn import free_port, run_ranks
+
+HERE = "tests/laws/test_te_modules.py"
+Found = dict[str, Any]
+SEQUENTIAL = {"kernels": {"spec": "te"}}
+GROUPED = {"kernels": {"spec": "te", "grouped_gemm": True}}
+FLEX = {"kernels": {"spec": "te", "grouped_gemm": True, "dispatcher": "flex"}}
+PARTS = {"recompute": "selective", "recompute_modules": ("core_attn", "mla_up_proj", "moe", "layernorm")}
+CASES: dict[str, Case] = {
+    "TP2, latent attention, an expert at a time": Case("mla", SEQUENTIAL | {"tp": 2}),
+    "EP2 by DeepEP, grouped queries and experts, recomputed": Case(
+        "gqa", FLEX | {"dp": 2, "ep": 2, "recompute": "full"}
+    ),
+    "EP2, latent attention, grouped experts": Case("mla", GROUPED | {"dp": 2, "ep": 2}),
+    "EP2 by DeepEP over TP2": Case("mla", FLEX | {"tp": 2, "ep": 2}),
+    "TP2 and ETP2, recomputed in parts": Case("mla", GROUPED | PARTS | {"tp": 2, "etp": 2}),
+    "PP2xVPP2": Case("mla", GROUPED | {"pp": 2, "vpp": 2}),
+    "DP2, fused rotation": Case("gqa", {"kernels": {"spec": "te", "rope_fusion": True}, "dp": 2}),
+    "TP2, draft layers": Case("glm", GROUPED | {"tp": 2}, {"mtp_coefficient": 0.3}),
+    "DP2, a micro-batch for each": Case("gqa", GROUPED | {"dp": 2}, micros=2),
+    "TP2, scalar head": Case("mla", GROUPED | {"tp": 2}, {"head": "scalar"}),
+}
+NAMES = later(CASES, list(CASES)[:2], beside=HERE)
+KEYS = ("train/loss", "train/grad_norm", "train/entropy", "mismatch/logprob_abs_diff_max", "sample/logprob")
+QAT: qat.Case = ("gqa", {"dtype": "bfloat16", "tp": 2} | GROUPED, ("fp8",))
+
+
+def _trainers(where: Path, rank: int, world: int, layout: dict[str, Any]) -> tuple[Any, Any]:
+    """Of the laws of resumption, one after the other."""
+    hf = toy.hf_dir(where / f"hf-{world}-{rank}", toy.hf_config() | ROUTED | {"num_hidden_layers": resume.LAYERS})
+    ports = [agree_on_port(where / f"resumed-port-{world}-{k}", rank) for k in range(2)]
+    config = toy.config(hf, **layout)
+    return toy.trainer(config, rank, world, ports[0]), toy.trainer(config, rank, world, ports[1])
+
+
+def _local(rank: int, world: int, port: int, where: Path, cases: dict[str, Case]) -> Found:
+    """The single rank of local modules: every case's start and gradients, a checkpoint."""
+    first, again = _trainers(where, rank, world, {})
+    resumed = resume.one_layout(first, again, where / "start", where / "of-local", None)
+    return {"runs": layouts.references(rank, world, port, where, cases), "resumed": resumed}
+
+
+def _on_te(rank: int, world: int, port: int, where: Path, cases: dict[str, Case]) -> Found:
+    """All that is asked of two ranks of TransformerEngine's modules."""
+    from tests.support.te.process import init_te
+
+    init_te()
+    runs = layouts.in_layouts(rank, world, port, where, cases)
+    first, again = _trainers(where, rank, world, GROUPED | {"tp": 2})
+    resumed = resume.one_layout(first, again, where / "start", where / "of-te", where / "of-local")
+    if rank == 0:
+        toy.hf_dir(where / QAT[0], qat.MODELS[QAT[0]])
+    rounded = qat._law(where, rank, world, QAT, "fp8", agree_on_port(where / "qat-port", rank))
+    return {"runs": runs, "resumed": resumed, "qat": rounded}
+
+
+def _back(rank: int, world: int, port: int, where: Path) -> Any:
+    """Local modules go on from the checkpoint of TransformerEngine's."""
+    with toy.trainer(toy.config(str(where / "hf-1-0")), rank, world, free_port()) as t:
+        return resume.resharded(t, where / "of-te")["resharded"]
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    where = tmp_path_factory.mktemp("te")
+    cases = {name: CASES[name] for name in chosen(request, "name", CASES)}
+    (local,) = run_ranks(_local, 1, where, cases, timeout_s=layouts.PATIENCE, keep=True)
+    te = run_ranks(_on_te, 2, where, cases, timeout_s=layouts.PATIENCE, cold=True)
+    (back,) = run_ranks(_back, 1, where, timeout_s=layouts.PATIENCE, keep=True)
+    return {"local": local, "te": te, "back": back}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradients_are_those_of_local_modules(found: dict[str, Any], name: str) -> None:
+    """Two steps with replayed routes from one checkpoint of local modules: figures within 1e-5 of the single rank's,
+    each parameter's gradient within 2e-5 of its norm."""
+    case = CASES[name]
+    want, got = found["local"]["runs"][case.key], found["te"][0]["runs"][name]
+    for first, mine in zip(want.metrics, got.metrics, strict=True):
+        more = ("train/mtp_loss",) if case.model == "glm" else ()
+        for key in (*KEYS, *more):
+            assert mine[key] == pytest.approx(first[key], rel=1e-5, abs=1e-12), key
+        assert mine["routing/replay_coverage"] == 1.0
+    worst, distance = got.worst
+    assert distance < 2e-5, worst
+
+
+def test_a_checkpoint_continues_on_either_kind_of_modules(found: dict[str, Any]) -> None:
+    """Weights, masters and moments: a run of TransformerEngine's modules and its FusedAdam resumes bit for bit from its
+    own checkpoint on two ranks, goes on from that of local modules and torch's AdamW on one, and they from its."""
+    want = found["local"]["resumed"]["uninterrupted"]
+    for mine in (ranks["resumed"] for ranks in found["te"]):
+        assert mine["resumed"] == mine["uninterrupted"] and mine["resumed weights"]
+        assert resume.apart(mine["uninterrupted"], want) < resume.FORKS
+        assert resume.apart(mine["resharded"], want[2:]) < resume.FORKS
+    assert resume.apart(found["back"], want[2:]) < resume.FORKS
+
+
+def test_the_weights_that_are_multiplied_are_those_that_the_rollout_decodes(found: dict[str, Any]) -> None:
+    """Quantization-aware training through the package's linears and grouped linears, after two steps in BF16."""
+    for rounded in (ranks["qat"] for ranks in found["te"]):
+        assert not rounded["differing"], rounded["where"]
+        assert rounded["trained"] == rounded["served"] != rounded["before"]
+        assert not rounded["not rounded"] and not rounded["changed"] and rounded["covered"]

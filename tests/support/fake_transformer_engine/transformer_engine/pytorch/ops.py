@@ -1,7 +1,0 @@
-"""Named in annotations only."""
-
-
-class FusibleOperation: ...
-
-
-class Sequential(FusibleOperation): ...
