@@ -46,7 +46,7 @@ def _largest_of(x: Tensor, rows: int, columns: int) -> Tensor:
     """Largest magnitude of each block of `rows` x `columns`; the last ones may be smaller."""
     n, k = x.shape
     padded = torch.nn.functional.pad(x.abs().float(), (0, -k % columns, 0, -n % rows))
-    return padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).amax((1, 3))
+    return padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).amax((1, 3))  # type: ignore[no-any-return]
 
 
 def _spread(blocks: Tensor, rows: int, columns: int, shape: torch.Size) -> Tensor:
@@ -180,7 +180,7 @@ def operand(x: Any, *, columnwise: bool) -> Tensor:
         return x.float()  # type: ignore[no-any-return]
     dtype = torch_dtype(x._fp8_dtype)
     if hasattr(x, "_scale_inv"):
-        return _whole(x, dtype) * x._scale_inv
+        return _whole(x, dtype) * x._scale_inv  # type: ignore[no-any-return]
     data = x._columnwise_data if columnwise else x._rowwise_data
     scales = x._columnwise_scale_inv if columnwise else x._rowwise_scale_inv
     assert data is not None, f"the operand has no {'column' if columnwise else 'row'}wise codes"
@@ -189,10 +189,10 @@ def operand(x: Any, *, columnwise: bool) -> Tensor:
         flat = data.reshape(-1, data.shape[-1])
         rows, columns = (_MX, 1) if columnwise else (1, _MX)
         factor = _spread(torch.exp2(scales.float() - 127), rows, columns, flat.shape)
-        return (flat.view(dtype).float() * factor).reshape(data.shape)
+        return (flat.view(dtype).float() * factor).reshape(data.shape)  # type: ignore[no-any-return]
     factor = _spread(scales if x._is_2D_scaled else scales.t(), _BLOCK if x._is_2D_scaled else 1, _BLOCK, flat.shape)
     value = flat.view(dtype).float() * factor
-    return value.t().reshape(*data.shape[1:], data.shape[0]) if columnwise else value.reshape(data.shape)
+    return value.t().reshape(*data.shape[1:], data.shape[0]) if columnwise else value.reshape(data.shape)  # type: ignore[no-any-return]
 
 
 def _whole(x: Any, dtype: torch.dtype) -> Tensor:

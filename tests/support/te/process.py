@@ -53,13 +53,13 @@ def _pretend_cuda(capability: tuple[int, int]) -> None:
     _replace(torch.cuda, "get_device_properties", lambda *a: properties)
     _replace(torch.cuda, "get_device_capability", lambda *a: capability)
     _replace(torch.cuda, "is_current_stream_capturing", lambda: False)
-    stock = torch.Tensor.is_cuda
+    stock: Any = torch.Tensor.is_cuda
 
     def is_cuda(self: torch.Tensor) -> bool:
         name = str(sys._getframe(1).f_globals.get("__name__", ""))
         return True if name.startswith("transformer_engine.") else stock.__get__(self)
 
-    torch.Tensor.is_cuda = property(is_cuda)  # type: ignore[assignment, misc]
+    torch.Tensor.is_cuda = property(is_cuda)  # type: ignore[assignment]
     moved = torch.Tensor.to
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def import_te() -> extension.Extension:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # its __init__ goes on when it finds no shared library
-            common = importlib.import_module("transformer_engine.common")
+            common: Any = importlib.import_module("transformer_engine.common")
         common.load_framework_extension = lambda framework: None
         importlib.import_module("transformer_engine.pytorch")
     finally:
@@ -102,8 +102,9 @@ def init_te(capability: tuple[int, int] = HOPPER) -> DeviceEnv:
     assert "megatron.core" not in sys.modules, "megatron was imported without TransformerEngine: use another process"
     env = DeviceEnv(_CPU, "gloo", transformer_engine=True, capability=capability)
     torch.utils._device._device_constructors()
-    shims.called_by_megatron = _asks  # type: ignore[assignment]
-    device_module.called_by_megatron = _asks  # type: ignore[assignment]
+    modules: tuple[Any, ...] = (shims, device_module)
+    for module in modules:
+        module.called_by_megatron = _asks
     for shim in shims.TORCH_SHIMS:
         shim.install()
     _pretend_cuda(capability)
@@ -126,7 +127,7 @@ def init_te(capability: tuple[int, int] = HOPPER) -> DeviceEnv:
 
 def _resolve_as_cuda() -> None:
     """The trainer's settings are those of a CUDA rank."""
-    trainer = importlib.import_module("megatron_bridge.trainer")
+    trainer: Any = importlib.import_module("megatron_bridge.trainer")
     stock = trainer.resolve
 
     def resolve(config: Any, hf: Any, *, cuda: bool, te: bool, capability: Any) -> Any:
