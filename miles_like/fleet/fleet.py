@@ -237,8 +237,10 @@ class Fleet:
 
     async def _join_beside(self) -> None:
         """The ranks' next call raises what this one ignores, or their watch."""
-        with contextlib.suppress(RanksLostError):
+        try:
             await self._join_stale()
+        except RanksLostError:
+            await asyncio.sleep(self.tick_s)
 
     def metrics(self) -> Mapping[str, float]:
         reissued, self.serving.reissued = self.serving.reissued, 0
@@ -272,6 +274,7 @@ class Fleet:
 
     async def _watch(self) -> None:
         while True:
+            self._moved.clear()  # what changes from here on is acted on at once
             await self._look_at_processes()
             for request in self.files.asked():
                 await self._answer(request)
@@ -283,7 +286,7 @@ class Fleet:
             self._start(_JOIN, self._join_beside, wanted=self._open and bool(self.roster.urls(State.STALE)))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.tick_s):
-                    await self._change()
+                    await self._moved.wait()
 
     async def _look_at_processes(self) -> None:
         there = {s.number: len(s.restarts) for s in self.roster if s.state in _UP}

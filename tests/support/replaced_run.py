@@ -56,6 +56,24 @@ def plant_in_generation(name: str, version: int) -> None:
     Engine.step = stepping  # type: ignore[method-assign]
 
 
+# a loop that stands after its third step until server 1 serves again
+STANDS = """
+import asyncio
+from pathlib import Path
+
+from miles_like.fleet.control import status
+from miles_like.loop.controller import Controller
+
+
+class Standing(Controller):
+    async def after(self, record, *, last):
+        await super().after(record, last=last)
+        if record.step == 2:
+            async with asyncio.timeout(60):
+                while status(Path({run_dir!r}))["servers"][1]["state"] != "healthy":
+                    await asyncio.sleep(0.05)
+"""
+
 # a loop whose user adds a server after its first step and removes another after the second
 CHANGES = """
 import asyncio
