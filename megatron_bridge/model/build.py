@@ -161,6 +161,7 @@ def _build_chunk(
         route_without_replay(model.mtp)
     add_biases(model, tensors.biased)
     model.spec = resolved.spec
+    _unmark_duplicated(model)
     for name, param in model.named_parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
         if ".experts." in name:
@@ -169,6 +170,15 @@ def _build_chunk(
             param.allreduce = False
     placed: PolicyModel = model.to(env.device)
     return placed
+
+
+def _unmark_duplicated(model: torch.nn.Module) -> None:
+    """TransformerEngine 2.20 marks the weight of every Linear as cut over the tensor-parallel ranks, also one that each
+    of them holds whole, such as MLA's down projections. The gradient's norm would count it once per rank."""
+    for name, module in model.named_modules():
+        if getattr(module, "parallel_mode", "") is None and ".experts." not in name:
+            for weight in module.parameters(recurse=False):
+                weight.tensor_model_parallel = False  # type: ignore[attr-defined]
 
 
 def transformer_config(resolved: Resolved) -> TransformerConfig:

@@ -6,7 +6,7 @@ only decides calls `refuse_parcels`, and opens none from then on.
 
 from __future__ import annotations
 
-import pickle
+import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -36,7 +36,7 @@ class Parcel(Generic[T]):
 
     def copied(self) -> Parcel[T]:
         """The same value, with tensors in new memory."""
-        return Parcel(_as_tensors(pickle.loads(pickle.dumps(_as_arrays(self.value), 5))))
+        return Parcel(_as_tensors(copy.deepcopy(_as_arrays(self.value))))
 
 
 def refuse_parcels(process: str | None) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -84,6 +84,20 @@ class Made:
         return Sampling(
             sampler=own, partial=own, serve=self.serve, filter=refused, answer=answer, work=one_more, close=close
         )
+
+
+class OnUvloop(Made):
+    """As its `Made`, in a process whose event loop is uvloop's."""
+
+    async def groups(
+        self, round_index: int, prompts: Sequence[Prompt]
+    ) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+        assert type(asyncio.get_running_loop()).__module__.startswith("uvloop")
+        async for one in super().groups(round_index, prompts):
+            yield one
+
+    def __call__(self, urls: Sequence[str]) -> Sampling:
+        return replace(super().__call__(urls), sampler=self)
 
 
 HALF, MORE = "half", "more"  # streams

@@ -187,7 +187,7 @@ class StartActor:
             if await timed_out([started, building], self.start_s):
                 ray.kill(actor)
                 raise RuntimeError(f"it did not answer within {self.start_s:g} s (cluster.timeout_s)")
-            pid, _ = started.result(), building.result()
+            pid, _ = await asyncio.gather(started, building)  # the error of the one that failed
         except RuntimeError as e:
             raise RuntimeError(f"rollout worker {slot} did not start: {e}; see {log}") from None
         finally:

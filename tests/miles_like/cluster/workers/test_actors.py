@@ -36,7 +36,7 @@ from miles_like.types import Prompt, SampleGroup
 from tests.support.fakes import wait_until
 from tests.support.own_ray import this_node
 from tests.support.standin_rank import Stand
-from tests.support.worker_loop import HALF, MORE, PLACE, Loop, Made, contents, made, streams
+from tests.support.worker_loop import HALF, MORE, PLACE, Loop, Made, OnUvloop, contents, made, streams
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +44,6 @@ def nodes() -> Iterator[Any]:
     start_ray(None)
     yield this_node()
     stop_ray()
-
-
-class OnUvloop(Made):
-    """As its `Made`, in a process whose event loop is uvloop's."""
-
-    async def groups(
-        self, round_index: int, prompts: Sequence[Prompt]
-    ) -> AsyncGenerator[tuple[int, SampleGroup], None]:
-        assert type(asyncio.get_running_loop()).__module__.startswith("uvloop")
-        async for one in super().groups(round_index, prompts):
-            yield one
-
-    def __call__(self, urls: Sequence[str]) -> Sampling:
-        return replace(super().__call__(urls), sampler=self)
 
 
 async def by_task(cells: Sequence[PlannedMicroBatch], parcels: Sequence[Any]) -> Any:
@@ -69,7 +55,7 @@ async def by_task(cells: Sequence[PlannedMicroBatch], parcels: Sequence[Any]) ->
 def looped(nodes: Any, logs: Path, factory: Any = None, **more: Any) -> Loop:
     slots = [Slot(role="rollout", index=w, node=0, gpus=()) for w in range(2)]
     start = StartActor(
-        nodes=nodes, slots=slots, urls=[["a"], ["b"]], factory=factory or OnUvloop(), logs=logs, silent_s=3.0
+        nodes=nodes, slots=slots, urls=[["a"], ["b"]], factory=factory or OnUvloop(), logs=logs, silent_s=10.0
     )
     return Loop(start=start, max_staleness=9, fill=by_task, **more)
 
