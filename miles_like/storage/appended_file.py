@@ -68,11 +68,16 @@ class AppendedFile:
 def truncate_to(path: Path, to: Position) -> None:
     """Replace `path` by a file of its bytes up to a position, on disk. Raises as `check_prefix` does."""
     check_prefix(path, to)
-    if not path.exists():
-        return
+    if path.exists():
+        replace_by_copy(path, to.bytes)
+
+
+def replace_by_copy(path: Path, nbytes: int) -> None:
+    """Replace `path` by a copy of its first bytes, on disk. A process that has it open writes into no file of the
+    directory from then on."""
     cut = path.with_name(path.name + ".partial")
     with path.open("rb") as old, cut.open("wb") as new:
-        left = to.bytes
+        left = nbytes
         while left and (block := old.read(min(left, _BLOCK))):
             new.write(block)
             left -= len(block)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -376,9 +376,12 @@ class RolloutWorkers:
         return True
 
     async def held(self) -> Mapping[int, Sequence[int]]:
-        """Number of each worker -> keys of the groups that it holds."""
-        there = [w for w in self._workers if not w.ended]
-        return {w.number: await w.link.call("held") for w in there}
+        """Number of each worker -> keys of the groups that it holds; without workers that end meanwhile."""
+        out = dict[int, Sequence[int]]()
+        for worker in [w for w in self._workers if not w.ended]:
+            with suppress(WorkerEnded):
+                out[worker.number] = await worker.link.call("held")
+        return out
 
     # ---- checkpoints
 

@@ -27,7 +27,7 @@ from miles_like.report.sinks import JsonlSink, MultiSink, TensorboardSink
 from miles_like.report.speed import SpeedMeter
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.worker_side import workers_of
-from miles_like.storage.appended_file import AppendedFile, truncate_all
+from miles_like.storage.appended_file import AppendedFile, replace_by_copy, truncate_all
 from miles_like.storage.checkpoint_files import DamagedError
 from miles_like.types import Aggregation
 
@@ -131,6 +131,8 @@ class RunFiles:
             self.console.print(line, markup=False, soft_wrap=True)
         self.best.restore(parts[KEPT])
         truncate_all(plan.run_dir, parts[FILES])
+        for events in (plan.run_dir / "tensorboard").glob("events.*"):  # a stopped process may be about to write
+            replace_by_copy(events, events.stat().st_size)
         self.first = resumed.state.step
         if (rows := plan.run_dir / METRICS).exists() and rows.stat().st_size:
             self.earlier = read_metrics(rows)

@@ -105,7 +105,7 @@ def test_a_lost_worker_costs_its_groups_and_the_driver_opens_no_values(
     found = loop.ledger.metrics()
     assert found["ledger/issued"] == found["ledger/trained"] + found["ledger/discarded"]
     reports = sorted(tmp_path.glob("stacks/*"))
-    assert len(reports) == (how == signal.SIGSTOP) and ("no sign of life for 3 s" in loop.said[0]) == bool(reports)
+    assert len(reports) == (how == signal.SIGSTOP) and ("no sign of life for 10 s" in loop.said[0]) == bool(reports)
     for report in reports:
         assert str(report) in loop.said[0] and "rollout worker 0" in report.read_text()
 
