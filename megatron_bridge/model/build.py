@@ -161,7 +161,7 @@ def _build_chunk(
         route_without_replay(model.mtp)
     add_biases(model, tensors.biased)
     model.spec = resolved.spec
-    _unmark_duplicated(model)
+    _mark_divided(model)
     for name, param in model.named_parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
         if ".experts." in name:
@@ -172,13 +172,16 @@ def _build_chunk(
     return placed
 
 
-def _unmark_duplicated(model: torch.nn.Module) -> None:
-    """TransformerEngine 2.20 marks the weight of every Linear as cut over the tensor-parallel ranks, also one that each
-    of them holds whole, such as MLA's down projections. The gradient's norm would count it once per rank."""
+def _mark_divided(model: torch.nn.Module) -> None:
+    """Marks which weights tensor-parallel ranks hold parts of: the gradient's norm counts the others on the first rank.
+
+    TransformerEngine 2.20 marks the weight of every Linear, also one that each rank holds whole, such as MLA's down
+    projections, and no weight of a GroupedLinear, though ranks optimize different experts or different parts of them.
+    """
     for name, module in model.named_modules():
-        if getattr(module, "parallel_mode", "") is None and ".experts." not in name:
+        if ".experts." in name or getattr(module, "parallel_mode", "") is None:
             for weight in module.parameters(recurse=False):
-                weight.tensor_model_parallel = False  # type: ignore[attr-defined]
+                weight.tensor_model_parallel = ".experts." in name  # type: ignore[attr-defined]
 
 
 def transformer_config(resolved: Resolved) -> TransformerConfig:
