@@ -30,7 +30,7 @@ from tests.faults import effects, points
 from tests.faults.cells import Cell, must
 from tests.support import kill_points, local_parts, local_run
 from tests.support.forked import Forked, answers
-from tests.support.local_run import Runs, tensors, untimed
+from tests.support.local_run import OF_SERVERS, Runs, tensors, untimed
 from tests.support.spawn import free_port
 
 STEPS = 3
@@ -42,7 +42,7 @@ SETTINGS = (
     "train.groups_per_step=2",
     "rollout.max_new_tokens=8",
     "rollout.request_timeout_s=30.0",
-    "publish.replacements=3",
+    "rollout.restarts=3",
     "mismatch.checksums_every=1",
     "eval.every=0",
 )
@@ -392,7 +392,7 @@ def differences(run_dir: Path, whole: Path) -> list[str]:
                 out.append(f"samples of step {step}")
         if (run_dir / "ledger.jsonl").read_bytes() != (whole / "ledger.jsonl").read_bytes():
             out.append("ledger")
-        if untimed(run_dir / "metrics.jsonl", "sync/") != untimed(whole / "metrics.jsonl", "sync/"):
+        if untimed(run_dir / "metrics.jsonl", *OF_SERVERS) != untimed(whole / "metrics.jsonl", *OF_SERVERS):
             out.append("metrics")
         found, want = (tensors(d / "checkpoints" / f"step_{STEPS}" / "trainer") for d in (run_dir, whole))
         same = found.keys() == want.keys() and all(_equal(x, want[name]) for name, x in found.items())

@@ -121,7 +121,7 @@ class Soak:
         with Service(self.run_dir, "") as reward, plain.Rows(self.run_dir) as rows:
             self.rows = rows
             ours = [plain.settings_of(self.runs.home, reward.port, role, steps=MOST_STEPS) for role in ROLES]
-            self.settings = [*dict.fromkeys(word for words in ours for word in words), f"publish.replacements={SPARES}"]
+            self.settings = [*dict.fromkeys(word for words in ours for word in words), f"rollout.restarts={SPARES}"]
             threads = [threading.Thread(target=of, daemon=True) for of in (self._strike_often, self._measure)]
             for thread in threads:
                 thread.start()
