@@ -181,7 +181,7 @@ def _mark_divided(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if ".experts." in name or getattr(module, "parallel_mode", "") is None:
             for weight in module.parameters(recurse=False):
-                weight.tensor_model_parallel = ".experts." in name  # type: ignore[attr-defined]
+                weight.tensor_model_parallel = ".experts." in name
 
 
 def transformer_config(resolved: Resolved) -> TransformerConfig:
