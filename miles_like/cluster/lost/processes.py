@@ -98,6 +98,7 @@ def _is_actor(pid: int) -> bool:
     """Whether the process runs and is a worker of Ray: the number may be another process's since."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return stat not in "ZX" and b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return stat not in "ZX" and (not words or b"ray::" in words)  # none: it is about to end
     except OSError:
         return False

@@ -87,7 +87,7 @@ USES: dict[tuple[str, str], tuple[tuple[str, ...], Any]] = {
             "mxfp8": ["MXFP8BlockScaling", 32, 32],
         },
     ),
-    ("megatron_bridge/optim/optimizer.py", "TransformerEngine's FusedAdam"): (
+    ("megatron_bridge/optim/optimizer.py", "(TransformerEngine's FusedAdam"): (
         ("adam",),
         "transformer_engine.FusedAdam",
     ),
