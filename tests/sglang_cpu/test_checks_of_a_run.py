@@ -67,8 +67,8 @@ def test_healthy_steps_pass_and_shifted_routes_end_the_run(
 
 def test_fused_weights_that_a_server_keeps_end_the_run(miles_like: Run, tmp_path: Path) -> None:
     """Two projections that SGLang concatenates come in two requests: it answers 200 with the new version, and computes
-    with the old ones. The text that it scores shows it, after the second publication too, and after each restart; versions that arrive whole
-    pass, as the tests above show."""
+    with the old ones. The text that it scores shows it, after the second publication and each restart too;
+    versions that arrive whole pass, as the tests above show."""
     settings = (
         *(*SETTINGS, *CHECKED, "mismatch.check_prompts=0", "mismatch.checksums_every=0"),
         *("optimizer.lr=0.03", "optimizer.warmup_steps=0", "reward.name=tests.support.local_run:low_tokens"),
