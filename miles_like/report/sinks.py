@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from miles_like.protocols import Fencing, MetricSink
 from miles_like.report.rows import json_row
@@ -26,23 +31,37 @@ class JsonlSink:
 
 
 class TensorboardSink:
-    """Event files under `folder`. Points of earlier files after step `first` are purged: all of them with first = 0."""
+    """An event file under `folder`. Points of earlier files after step `first` are purged: all of them with first = 0.
+
+    The file is open for as long as the sink, as TensorBoard's own writer does not keep it: that one opens it by its
+    name for each write, and would write into the copy by which a resumed run replaces it (`replace_by_copy`).
+    """
 
     def __init__(self, folder: Path, *, first: int = 0, fence: Fencing | None = None) -> None:
         """fence: checked before each row; None: the directory has no epochs."""
         self._fence = fence
-        self._writer = SummaryWriter(str(folder), purge_step=first + 1 if first else 0)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter((folder / name).open("xb"))
+        self._add(Event(file_version="brain.Event:2"))
+        purged = first + 1 if first else 0
+        self._add(Event(step=purged, session_log=SessionLog(status=SessionLog.START)))
+        self._records.flush()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raises as `Fencing.check`, and has written nothing then."""
         if self._fence is not None:
             self._fence.check()
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
-        self._writer.flush()  # its thread would write later, without a look at the epoch
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
+        self._add(Event(step=step, summary=Summary(value=values)))
+        self._records.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._records.close()
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
 
 
 class MultiSink:

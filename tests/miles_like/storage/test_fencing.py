@@ -22,7 +22,7 @@ from miles_like.checkpoint.writer import RunCheckpoints, Snapshot
 from miles_like.loop.recorder import Recorder, StepRecord
 from miles_like.report.progress import PhaseBar
 from miles_like.report.sinks import JsonlSink, TensorboardSink
-from miles_like.storage.appended_file import AppendedFile, truncate_to
+from miles_like.storage.appended_file import AppendedFile, replace_by_copy, truncate_to
 from miles_like.storage.fencing import EPOCH_FILE, Fence, StaleEpochError, begun_after, epoch_of
 from tests.support.refusals import refuses
 
@@ -167,6 +167,17 @@ def test_a_file_that_was_open_before_a_start_is_none_of_the_directory(tmp_path: 
     new.write("TWO\n")
     assert path.read_text() == "one\nTWO\n"
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_curves_that_were_open_before_a_start_are_none_of_the_directory(tmp_path: Path) -> None:
+    board = TensorboardSink(tmp_path)
+    board.write(1, {"loss": 1.0})
+    (path,) = tmp_path.iterdir()
+    replace_by_copy(path, path.stat().st_size)
+    before = path.read_bytes()
+    board.write(2, {"loss": 0.5})
+    board.close()
+    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == before
 
 
 def test_a_checkpoint_of_a_stale_process_is_not_resumed_from(tmp_path: Path) -> None:
