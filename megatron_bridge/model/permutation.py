@@ -9,6 +9,7 @@ Letters: T tokens, E experts, n routed rows, H hidden size.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,7 @@ def sort_on_devices() -> None:
 
 
 def _permute(stock: Any) -> Any:
+    @functools.wraps(stock)
     def permute(
         tokens: Tensor,
         routing_map: Tensor,
@@ -89,6 +91,7 @@ def _permute(stock: Any) -> Any:
 
 
 def _unpermute(stock: Any) -> Any:
+    @functools.wraps(stock)
     def unpermute(permuted_tokens: Tensor, sorted_indices: Any, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(sorted_indices, RowOrder):
             return stock(permuted_tokens, sorted_indices, *args, **kwargs)  # type: ignore[no-any-return]
@@ -101,6 +104,7 @@ def _unpermute(stock: Any) -> Any:
 
 
 def _sort_chunks(stock: Any) -> Any:
+    @functools.wraps(stock)
     def sort_chunks_by_idxs(
         input: Tensor, split_sizes: Any, sorted_idxs: Any, probs: Tensor | None = None, fused: bool = False
     ) -> tuple[Tensor, Tensor | None]:
