@@ -36,6 +36,7 @@ from figures import add_write, finish
 from weight_receiver import broadcast, copied, own_network, published, receiver
 from weight_slices import resharded
 
+from megatron_bridge.device.device import keep_freed_memory
 from miles_like.hf.checkpoint import write_hf
 from miles_like.hf.merged import join_parts
 from miles_like.types import NamedTensor
@@ -198,6 +199,7 @@ def main() -> None:
     add_write(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as ranks of the trainer do; the processes that are forked inherit it
     rounds, experts = (2, 64) if given.quick else (6, 256)
     stream, found, alone = weights(experts), [], own_network()
     for _ in range(rounds):
