@@ -110,6 +110,7 @@ class Measured(NamedTuple):
     """Of one round; all but `iteration_s` of one of its samples."""
 
     driver_s: float  # processor time of the driver's thread
+    worker_s: float  # of the worker that has sampled it, with the threads that are Ray's
     ray_s: float  # of all threads of its process that are Ray's
     wall_s: float  # of all workers together
     iteration_s: float  # by the clock, until the last portion is cut, with a Rank until all micro-batches are filled
@@ -140,10 +141,10 @@ def with_workers(
     async def one(round_index: int, processes: Sequence[psutil.Process]) -> Measured:
         count = groups[round_index]
         prompts = [Prompt(id=f"p{i}", token_ids=tuple(prompt), answer="") for i in range(count)]
-        before = [process.memory_info().rss for process in processes]
+        before, worked = [process.memory_info().rss for process in processes], worked_s(processes)
         cpu, own, wall = time.process_time(), time.thread_time(), time.perf_counter()
         found = [group async for _, group in workers.groups(round_index, prompts)]
-        seconds = time.perf_counter() - wall
+        seconds, worked = time.perf_counter() - wall, worked_s(processes) - worked
         (batch,) = packer.steps(found, [[1.0] * G] * count)
         assert isinstance(batch, PlannedBatch)
         pulled = await HeldValues(workers).pull(batch, [(row, part) for row in range(2) for part in parts])
@@ -157,7 +158,7 @@ def with_workers(
         workers.release(found)
         del pulled
         n = count * G
-        return Measured(own / n, cpu / n, seconds / n, iteration, memory / (n / len(urls)))
+        return Measured(own / n, worked / n, cpu / n, seconds / n, iteration, memory / (n / len(urls)))
 
     async def all_rounds() -> list[Measured]:
         await workers.begin()
@@ -170,3 +171,9 @@ def with_workers(
         return asyncio.run(all_rounds())
     finally:
         held.release()
+
+
+def worked_s(processes: Sequence[psutil.Process]) -> float:
+    """Processor time of processes so far."""
+    times = [process.cpu_times() for process in processes]
+    return sum(of.user + of.system for of in times)

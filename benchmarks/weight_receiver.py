@@ -16,6 +16,7 @@ import os
 import pickle
 import subprocess
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,12 +30,14 @@ from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-define
 
 from miles_like.types import NamedTensor
 from rollout.config import PublishConfig
+from rollout.publish.buckets import cut
+from rollout.publish.buffers import BUCKETS, Buffer, Pool, Segment
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.sglang.ports import free_port
 from rollout.wire import endpoints
 from rollout.wire.control import InitGroup, UpdateFromDistributed
-from rollout.wire.flat import dtype_of, flat_bytes, layout_of
+from rollout.wire.flat import Layout, dtype_of, encode_memory_handle, flat_bytes, layout_of
 from rollout.wire.groups import join_group, leave_group
 
 BUCKET = PublishConfig().bucket_bytes
@@ -69,27 +72,28 @@ class _Rank:
         self.bucket = torch.zeros(0, dtype=torch.uint8)
         self.group: ProcessGroup | None = None
 
-    def load(self, flat: Tensor, layout: Iterable[Any]) -> None:
-        for t in layout:
-            kept = self.parameters.setdefault(t.name, torch.zeros(t.nbytes, dtype=torch.uint8))
-            kept.copy_(flat[t.start : t.start + t.nbytes])
+    def load(self, flat: Tensor, places: Iterable[tuple[str, int, int]]) -> None:
+        """places: name, first byte and bytes of each tensor."""
+        for name, start, nbytes in places:
+            if name not in self.parameters:
+                self.parameters[name] = torch.zeros(nbytes, dtype=torch.uint8)
+            self.parameters[name].copy_(flat[start : start + nbytes])
 
     def open_segment(self, text: str) -> None:
         bucket = _Bucket(io.BytesIO(base64.b64decode(text))).load()
-        self.load(bucket["flattened_tensor"], bucket["metadata"])
+        self.load(bucket["flattened_tensor"], [(t.name, t.start, t.nbytes) for t in bucket["metadata"]])
 
     def join(self, asked: InitGroup) -> None:
         store = TCPStore(asked.master_address, asked.master_port, None, False, timedelta(seconds=LIMIT_S), False)
         size, name = asked.world_size, asked.group_name
         self.group = join_group(store, name=name, rank=1, size=size, backend="gloo", timeout_s=LIMIT_S)
 
-    def receive(self, asked: UpdateFromDistributed) -> None:
-        layout = layout_of(zip(asked.names, map(dtype_of, asked.dtypes), asked.shapes, strict=True))
+    def receive(self, layout: Layout) -> None:
         if self.bucket.nbytes < flat_bytes(layout):
             self.bucket = torch.zeros(flat_bytes(layout), dtype=torch.uint8)
         assert self.group is not None
         self.group.broadcast(self.bucket[: flat_bytes(layout)], 0).wait()
-        self.load(self.bucket, layout)
+        self.load(self.bucket, [(t.name, t.start, t.nbytes) for t in layout])
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -108,7 +112,8 @@ class _Handler(BaseHTTPRequestHandler):
             case endpoints.INIT_GROUP:
                 self.rank.join(InitGroup.from_json(body))
             case endpoints.UPDATE_FROM_DISTRIBUTED:
-                self.rank.receive(UpdateFromDistributed.from_json(body))
+                asked = UpdateFromDistributed.from_json(body)
+                self.rank.receive(layout_of(zip(asked.names, map(dtype_of, asked.dtypes), asked.shapes, strict=True)))
         self._answer(b'{"success": true, "message": ""}')
 
     def _answer(self, answer: bytes) -> None:
@@ -145,6 +150,7 @@ def receiver() -> Iterator[str]:
 class Published(NamedTuple):
     rate: float  # bytes/s
     wire: float  # bytes that the loopback device received, as a share of the published ones
+    pause_s: float
 
 
 def published(url: str, stream: list[NamedTensor], path: Literal["tensor", "distributed"]) -> Published:
@@ -156,7 +162,8 @@ def published(url: str, stream: list[NamedTensor], path: Literal["tensor", "dist
     publisher.publish(stream, version=1)
     before = loopback_bytes()
     report = publisher.publish(stream, version=2)
-    return Published(report.bytes / report.seconds, (loopback_bytes() - before) / report.bytes)
+    wire = (loopback_bytes() - before) / report.bytes
+    return Published(report.bytes / report.seconds, wire, report.pause_seconds)
 
 
 def own_network() -> bool:
@@ -197,9 +204,7 @@ def broadcast(nbytes: int) -> float:
 def _broadcasts(rank: int, port: int, count: int) -> float:
     """Seconds of `count` broadcasts by rank 0, until rank 1 has all of them."""
     torch.set_num_threads(1)
-    limit = timedelta(seconds=LIMIT_S)
-    store = TCPStore("127.0.0.1", port, None, rank == 0, limit, False)
-    group = join_group(store, name="benchmark", rank=rank, size=2, backend="gloo", timeout_s=LIMIT_S)
+    group = _group(rank, port)
     buffer = torch.ones(BUCKET, dtype=torch.uint8)
     group.broadcast(buffer, 0).wait()
     group.barrier().wait()
@@ -210,3 +215,57 @@ def _broadcasts(rank: int, port: int, count: int) -> float:
     seconds = time.perf_counter() - began
     leave_group(group)
     return seconds
+
+
+def bare(stream: list[NamedTensor], path: Literal["tensor", "distributed"]) -> float:
+    """Bytes/s of the copies alone that a publication makes, without requests, versions and a pause: one process packs
+    buckets, of which three exist, and another one maps or receives each and copies it to its parameters."""
+    port, context = free_port(), multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    other = context.Process(target=_bare_rank, args=(theirs, port if path == "distributed" else None), daemon=True)
+    other.start()
+    group = _group(0, port) if path == "distributed" else None
+    pool: Any = Pool(Segment if group is None else Buffer)
+    parts = list(cut(stream, BUCKET))
+    for _ in range(2):  # the first time makes the buffers and the parameters
+        began, away = time.perf_counter(), deque[Any]()
+        for part in parts:
+            if len(away) == BUCKETS - 1:
+                ours.recv()
+                pool.give_back(away.popleft())
+            away.append(held := pool.holding(part))
+            if group is None:
+                ours.send(encode_memory_handle(held.name, held.layout))
+            else:
+                ours.send(held.layout)
+                group.broadcast(held.tensor, 0).wait()
+        while away:
+            ours.recv()
+            pool.give_back(away.popleft())
+        seconds = time.perf_counter() - began
+    ours.send(None)
+    other.join()
+    pool.close()
+    if group is not None:
+        leave_group(group)
+    return sum(t.nbytes for _, t in stream) / seconds
+
+
+def _bare_rank(line: Connection, port: int | None) -> None:
+    torch.set_num_threads(1)
+    rank = _Rank()
+    rank.group = None if port is None else _group(1, port)
+    while (asked := line.recv()) is not None:
+        if isinstance(asked, str):
+            rank.open_segment(asked)
+        else:
+            rank.receive(asked)
+        line.send(None)
+    if rank.group is not None:
+        leave_group(rank.group)
+
+
+def _group(rank: int, port: int) -> ProcessGroup:
+    """Of two processes."""
+    store = TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=LIMIT_S), False)
+    return join_group(store, name="benchmark", rank=rank, size=2, backend="gloo", timeout_s=LIMIT_S)

@@ -33,9 +33,10 @@ from typing import Any
 
 import torch
 from figures import add_write, finish
-from weight_receiver import broadcast, copied, own_network, published, receiver
+from weight_receiver import bare, broadcast, copied, own_network, published, receiver
 from weight_slices import resharded
 
+from megatron_bridge.device.device import keep_freed_memory
 from miles_like.hf.checkpoint import write_hf
 from miles_like.hf.merged import join_parts
 from miles_like.types import NamedTensor
@@ -170,15 +171,20 @@ def round_of(where: Path, stream: list[NamedTensor], *, alone: bool) -> dict[str
 def requested(stream: list[NamedTensor], nbytes: int, *, alone: bool) -> dict[str, float]:
     """The figures of publications by handles and in a group. alone: no other process uses the loopback device."""
     copy, gloo = copied(nbytes), broadcast(nbytes)
+    alone_tensor, alone_distributed = bare(stream, "tensor"), bare(stream, "distributed")
     with receiver() as url:
         tensor, distributed = published(url, stream, "tensor"), published(url, stream, "distributed")
     out = {
         "memcpy_gb_s": copy / 1e9,
         "tensor_gb_s": tensor.rate / 1e9,
         "tensor_of_memcpy": tensor.rate / copy,
+        "tensor_copies_of_memcpy": alone_tensor / copy,
+        "tensor_pause_s": tensor.pause_s,
         "gloo_gb_s": gloo / 1e9,
         "distributed_gb_s": distributed.rate / 1e9,
         "distributed_of_gloo": distributed.rate / gloo,
+        "distributed_copies_of_gloo": alone_distributed / gloo,
+        "distributed_pause_s": distributed.pause_s,
     }
     slices = resharded(len(stream) // 3, HIDDEN, EXPERT)
     out |= {
@@ -198,6 +204,7 @@ def main() -> None:
     add_write(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as ranks of the trainer do; the processes that are forked inherit it
     rounds, experts = (2, 64) if given.quick else (6, 256)
     stream, found, alone = weights(experts), [], own_network()
     for _ in range(rounds):

@@ -398,6 +398,7 @@ class ServerFault:
     url: str
     why: str  # names the server
     answers: bool  # False: as ServerLost
+    refused: bool = False  # it refused a request, which other servers may refuse too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

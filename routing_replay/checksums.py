@@ -19,13 +19,14 @@ captured the right routes, and they cannot distinguish two rows whose token, pos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+_WORDS = 1 << 16  # hashed at a time on a CPU: half a MiB
 # offsets of disjoint ranges of the stream of constants
 _ROW, _LAYER, _POSITION, _WORD, _TOKEN, _GATE_ROW, _GATE_WORD = (i << 40 for i in range(1, 8))
 
@@ -53,6 +54,20 @@ def _words(values: Tensor) -> Tensor:
     if missing:
         values = torch.cat([values, values.new_zeros(rows, layers, missing)], -1)
     return values.contiguous().view(torch.int32).to(torch.int64)
+
+
+def _words_of(values: Tensor) -> int:
+    """W of values [rows, L, K]."""
+    return -(-values.shape[2] * values.element_size() // 4)
+
+
+def _parts(values: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of [rows, L, K] and their words [n, L * W]: on a CPU so many that these stay in a core's cache."""
+    rows, width = values.shape[0], max(1, values.shape[1] * _words_of(values))
+    step = max(1, rows if values.is_cuda else _WORDS // width)
+    for begin in range(0, max(1, rows), step):
+        part = slice(begin, begin + step)
+        yield part, _words(values[part]).flatten(1)
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
@@ -86,9 +101,8 @@ def routes_term(experts: Tensor, weights: Tensor | None, layers: Sequence[int]) 
 
 
 def _row_term(values: Tensor, layers: Sequence[int], offset: int) -> Tensor:
-    words = _words(values)
-    constants = _row_constants(tuple(layers), words.shape[2], offset).to(words.device)
-    return _product(words.flatten(1), constants)
+    constants = _row_constants(tuple(layers), _words_of(values), offset).to(values.device)
+    return torch.cat([_product(words, constants) for _, words in _parts(values)])
 
 
 def row_checksums(
@@ -119,30 +133,58 @@ def ragged_arange(starts: Tensor, lengths: Tensor) -> Tensor:
 
 def layer_sums(experts: Tensor, weights: Tensor | None = None, *, start: int = 0) -> Tensor:
     """[L] int64 over rows at positions start, start + 1, ...; the sums of consecutive rows of a sample add up."""
-    ids = layer_sums_of(experts, [len(experts)], start=start)[0]
+    ids = _layer_sums(experts, start, _WORD)
     return ids if weights is None else ids + gate_sums(weights, start=start)
 
 
 def gate_sums(weights: Tensor, *, start: int = 0) -> Tensor:
     """[L] int64: the term of gate weights [rows, L, K] fp32 in `layer_sums`."""
-    return layer_sums_of(weights, [len(weights)], start=start, offset=_GATE_WORD)[0]
+    return _layer_sums(weights, start, _GATE_WORD)
 
 
-def layer_sums_of(values: Tensor, lengths: Sequence[int], *, start: int = 0, offset: int = _WORD) -> Tensor:
-    """[N, L] int64: the sums of each of N concatenated samples of `lengths` rows, in one pass: a step has hundreds."""
-    words = _words(values)
-    layers, w = words.shape[1:]
-    longest = max(lengths, default=0)
-    constants = _constants(torch.arange(start, start + longest, device=words.device), _POSITION)
-    if len(lengths) == 1:
-        sums = _product(constants, words.flatten(1))[None]
-    else:
-        rows = torch.tensor(lengths, dtype=torch.int64, device=words.device)
-        at = constants[ragged_arange(torch.zeros_like(rows), rows)]
-        owner = torch.repeat_interleave(rows)
-        sums = words.new_zeros(len(lengths), layers * w)
-        sums.index_add_(0, owner, at[:, None] * words.flatten(1))
-    return (sums.view(-1, layers, w) * _constants(torch.arange(w, device=words.device), offset)).sum(-1)
+def _layer_sums(values: Tensor, start: int, offset: int) -> Tensor:
+    sums = _LayerSums(values, [len(values)], start)
+    for part, words in _parts(values):
+        sums.add(part, words)
+    return sums.result(offset)[0]
+
+
+def sums_of_samples(
+    tokens: Tensor, experts: Tensor, layers: Sequence[int], lengths: Sequence[int], *, positions: Tensor, start: int
+) -> tuple[Tensor, Tensor]:
+    """([rows], [N, L]) int64: `row_checksums`, and `layer_sums` of each of N concatenated samples of `lengths` rows
+    from position `start` on. All are read once, in one pass: a step has hundreds of short ones."""
+    constants = _row_constants(tuple(layers), _words_of(experts), _ROW).to(experts.device)
+    sums, terms = _LayerSums(experts, lengths, start), list[Tensor]()
+    for part, words in _parts(experts):
+        terms.append(_product(words, constants))
+        sums.add(part, words)
+    return token_term(tokens, positions).to(experts.device) + torch.cat(terms), sums.result(_WORD)
+
+
+class _LayerSums:
+    """The sums of each layer of several samples, of one part of the rows after the other."""
+
+    def __init__(self, values: Tensor, lengths: Sequence[int], start: int) -> None:
+        device, self._shape = values.device, (len(lengths), values.shape[1], _words_of(values))
+        self._at = _constants(torch.arange(start, start + max(lengths, default=0), device=device), _POSITION)
+        self._owner: Tensor | None = None  # [rows]: the sample of each, where there are several
+        if len(lengths) != 1:
+            rows = torch.tensor(lengths, dtype=torch.int64, device=device)
+            self._at = self._at[ragged_arange(torch.zeros_like(rows), rows)]
+            self._owner = torch.repeat_interleave(rows)
+        self._sums = torch.zeros(len(lengths), values.shape[1] * self._shape[2], dtype=torch.int64, device=device)
+
+    def add(self, part: slice, words: Tensor) -> None:
+        at = self._at[part]
+        if self._owner is None:
+            self._sums += _product(at, words)
+        else:
+            self._sums.index_add_(0, self._owner[part], at[:, None] * words)
+
+    def result(self, offset: int) -> Tensor:
+        words = _constants(torch.arange(self._shape[2], device=self._sums.device), offset)
+        return (self._sums.view(self._shape) * words).sum(-1)
 
 
 def layer_terms(layers: Sequence[int]) -> Tensor:

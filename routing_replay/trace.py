@@ -21,10 +21,10 @@ from routing_replay.checksums import (
     gate_sums,
     gate_term,
     layer_sums,
-    layer_sums_of,
     layer_terms,
     ragged_arange,
     row_checksums,
+    sums_of_samples,
 )
 from routing_replay.diagnosis import diagnose
 from routing_replay.ids import check_ids, id_dtype, where
@@ -274,8 +274,8 @@ class RoutingTrace:
             samples=samples or [str(i) for i in range(len(payloads))],
         )
         fed, positions = _fed(tokens, rows, start)
-        checksums = row_checksums(fed, ids, layers, positions=positions)
-        layer_checksums = layer_terms(layers) + layer_sums_of(ids, rows, start=start)
+        checksums, sums = sums_of_samples(fed, ids, layers, rows, positions=positions, start=start)
+        layer_checksums = layer_terms(layers) + sums
         global_layers = tuple(layers)
         return [
             cls(

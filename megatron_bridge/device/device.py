@@ -90,7 +90,7 @@ def hide_transformer_engine() -> None:
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let glibc keep up to 1 GiB of freed memory. By default it returns the memory of every large tensor to the system,
     and page faults take a tenth of a small model's step. Other C libraries are not configured."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -121,7 +121,7 @@ def init_device() -> DeviceEnv:
     if cuda:
         importlib.import_module("megatron.core")
     else:
-        _keep_freed_memory()
+        keep_freed_memory()
         # torch caches at first use which functions `with torch.device(...)` affects: it must see the stock functions,
         # which the shims call, or models built under such a context (transformers' loading) are not initialized
         torch.utils._device._device_constructors()

@@ -91,8 +91,8 @@ class TensorPublisher:
             e = self._cause(error, servers)
             if self._stage is Stage.ASKED and not isinstance(e, RolloutError):
                 raise
-            if isinstance(e, RolloutError) and self._target.goes_on and any(not f.answers for f in servers.lost):
-                # of a group of all servers: those that are left have lost the publication with a server that has died
+            if isinstance(e, RolloutError) and self._target.goes_on and servers.some_failed:
+                # of a group of all servers: those that are left have lost the publication with the one that failed
                 rest = tuple(ServerFault(url, f"server {url}: {e}", answers=True) for url in servers.urls)
                 return Sent(0, failed=servers.lost + rest)
             self._target.check_epoch()  # a stale process says so, and leaves the servers to the later start

@@ -90,7 +90,6 @@ class ServerSet:
         self.urls = tuple(u.rstrip("/") for u in urls)
         self.lost: tuple[ServerFault, ...] = ()
         self._goes_on = goes_on
-        self._refused = 0  # of `lost`
         self._timeout_s = timeout_s
         self._key = key
         timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s))
@@ -106,6 +105,11 @@ class ServerSet:
     def answering(self) -> tuple[str, ...]:
         """URLs of the servers that have answered each request, those that failed or refused one too."""
         return (*self.urls, *(fault.url for fault in self.lost if fault.answers))
+
+    @property
+    def some_failed(self) -> bool:
+        """Whether a lost server did not answer, or had an internal error: the request may be right."""
+        return any(not fault.refused for fault in self.lost)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -193,9 +197,16 @@ class ServerSet:
     def lose(self, errors: Mapping[str, RolloutError]) -> None:
         """Leave servers out, by their URLs. Raises RolloutError as the class says."""
         self.urls = tuple(url for url in self.urls if url not in errors)
-        self.lost += tuple(ServerFault(url, str(e), not isinstance(e, NoAnswer)) for url, e in errors.items())
-        self._refused += sum(not isinstance(e, NoAnswer | ServerBroke) for e in errors.values())
-        at_fault = not self.urls and self._refused == len(self.lost)
+        self.lost += tuple(
+            ServerFault(
+                url,
+                str(e),
+                answers=not isinstance(e, NoAnswer),
+                refused=not isinstance(e, NoAnswer | ServerBroke),
+            )
+            for url, e in errors.items()
+        )
+        at_fault = not self.urls and not self.some_failed
         if errors and (at_fault or not self._goes_on):
             raise RolloutError("; ".join(map(str, errors.values())))
 

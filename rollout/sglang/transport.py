@@ -8,24 +8,62 @@ copies a body of known length to its place.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import time
-from collections import defaultdict
+import weakref
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator
-from typing import cast
+from typing import Any, cast
 
 import httptools
 import httpx
 import numpy as np
 
 _SCRATCH = 64 << 10  # bytes of a read, but for a body of known length
+_SHARED = 1 << 20  # bytes of the smallest body whose memory serves others
+_UNUSED = 256 << 20  # bytes of memory that are kept for bodies
 _IDLE = 32  # connections to one server that are kept
 Origin = tuple[str, str, int]
 
 
-def _memory(nbytes: int) -> memoryview:
-    """numpy asks for huge pages, with which 86 MB are there in 15 ms; a bytearray takes 75 ms for its pages."""
-    return np.empty(nbytes, np.uint8).data
+class _Memory:
+    """Memory for bodies, which serves another one once nothing refers to the body that it held.
+
+    numpy asks for huge pages, with which 86 MB are there in 15 ms; a bytearray takes 75 ms for its pages. At most
+    _UNUSED bytes are kept for later bodies. Any thread may drop a body.
+    """
+
+    def __init__(self) -> None:
+        self._free = deque[np.ndarray[Any, Any]]()
+
+    def of(self, nbytes: int) -> memoryview:
+        if nbytes < _SHARED:
+            return np.empty(nbytes, np.uint8).data
+        memory = self._taken(nbytes)
+        if memory is None:
+            memory = np.empty(1 << (nbytes - 1).bit_length(), np.uint8)  # what is not written to takes no memory
+        body = memory[:nbytes]
+        weakref.finalize(body, self._give_back, memory).atexit = False
+        return body.data
+
+    def _taken(self, nbytes: int) -> np.ndarray[Any, Any] | None:
+        with contextlib.suppress(IndexError):  # a body that is dropped meanwhile removes some
+            for _ in range(len(self._free)):
+                memory = self._free.pop()  # that was used last is in a cache, if any is
+                if nbytes <= memory.nbytes < 4 * nbytes:
+                    return memory
+                self._free.appendleft(memory)
+        return None
+
+    def _give_back(self, memory: np.ndarray[Any, Any]) -> None:
+        self._free.append(memory)
+        with contextlib.suppress(IndexError):
+            while sum(one.nbytes for one in tuple(self._free)) > _UNUSED:
+                self._free.popleft()
+
+
+_memory = _Memory()
 
 
 class _Connection(asyncio.BufferedProtocol):
@@ -56,7 +94,7 @@ class _Connection(asyncio.BufferedProtocol):
         """In one part, a memoryview, if its length is known and it has not come with the head; else as it comes. Raises
         httpx.TransportError."""
         if self._length is not None and not self._complete:
-            whole, at = _memory(self._length), sum(map(len, self._parts))
+            whole, at = _memory.of(self._length), sum(map(len, self._parts))
             whole[:at] = b"".join(self._parts)
             self._rest = whole[at:]
             while not self._complete:

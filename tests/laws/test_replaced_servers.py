@@ -111,7 +111,7 @@ PATIENCE = ("rollout.health_every_s=1", "rollout.health_timeout_s=4", "rollout.r
 CASES = [
     pytest.param("stale", "tensor"),
     *(pytest.param(fault, "tensor", marks=LONG) for fault in ("killed", "stopped", "out of memory")),
-    pytest.param("killed", "distributed", marks=LONG),
+    *(pytest.param(fault, "distributed", marks=LONG) for fault in ("killed", "out of memory")),
     *(pytest.param(fault, "disk", marks=LONG) for fault in ("stale", "killed", "stopped", "out of memory")),
 ]
 

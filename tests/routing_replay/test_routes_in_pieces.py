@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routing_replay import wire
+from routing_replay import checksums, wire
+from routing_replay.trace import RoutingTrace
 
 NUM_LAYERS = 5
 Draw = st.DrawFn
@@ -72,3 +74,42 @@ def test_a_wrong_character_or_id_in_any_piece_is_refused_with_its_sample(data: s
         patch.setattr(wire, "_PIECE", data.draw(st.integers(1, 600)))
         with pytest.raises(ValueError, match=f"sample s{which}"):
             read(list(texts), rows, shape)
+
+
+def constant(index: int, offset: int) -> int:
+    """Of the stream of splitmix64 (Steele, Lea, Flood 2014), made odd."""
+    z = (index + (offset << 40)) * 0x9E3779B97F4A7C15 % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return (z ^ (z >> 31)) | 1
+
+
+def signed(x: int) -> int:
+    return (x + 2**63) % 2**64 - 2**63
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_checksums_of_any_pieces_are_those_of_their_formula(data: st.DataObject) -> None:
+    shape, rng = data.draw(shapes()), np.random.default_rng(data.draw(st.integers(0, 99)))
+    layers, k, start = shape["layers"], shape["top_k"], data.draw(st.integers(0, 3))
+    rows = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    tokens = [torch.from_numpy(rng.integers(0, 500, n + start + 1)) for n in rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksums, "_WORDS", data.draw(st.integers(1, 60)))
+        texts = [payload(rng, n, **shape) for n in rows]
+        given = {"num_layers": NUM_LAYERS, "start": start, **shape}
+        traces = RoutingTrace.many_from_wire(texts, tokens=tokens, **given)
+    for own, trace in zip(tokens, traces, strict=True):
+        width = -(-k * trace.experts.element_size() // 4)
+        seals, by_layer = [0] * len(trace), [constant(layer, 2) for layer in layers]
+        for row, at in enumerate(range(start, start + len(trace))):
+            seals[row] = int(own[at]) * constant(0, 5) + at * constant(1, 5)
+            for i, layer in enumerate(layers):
+                held = trace.experts[row, i].numpy().tobytes().ljust(4 * width, b"\0")
+                for w, word in enumerate(np.frombuffer(held, "<i4").tolist()):
+                    seals[row] += word * constant(layer * 4096 + w, 1)
+                    by_layer[i] += word * constant(at, 3) * constant(w, 4)
+        assert trace.checksums is not None and trace.layer_checksums is not None
+        assert trace.checksums.tolist() == list(map(signed, seals))
+        assert trace.layer_checksums.tolist() == list(map(signed, by_layer))

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from miles_like.algorithms.advantages.parts import with_streams
@@ -100,7 +101,21 @@ class OnUvloop(Made):
         return replace(super().__call__(urls), sampler=self)
 
 
-HALF, MORE = "half", "more"  # streams
+class Large(Made):
+    """Groups of 6 MB, in a stream of each sample."""
+
+    async def groups(
+        self, round_index: int, prompts: Sequence[Prompt]
+    ) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+        async for i, found in super().groups(round_index, prompts):
+            wide = [replace(s, streams={FILLER: torch.ones(s.length, 750_000 // s.length)}) for s in found.samples]
+            yield i, replace(found, samples=tuple(wide))
+
+    def __call__(self, urls: Sequence[str]) -> Sampling:
+        return replace(super().__call__(urls), sampler=self)
+
+
+HALF, MORE, FILLER = "half", "more", "filler"  # streams
 
 
 async def one_more(what: str, groups: Sequence[SampleGroup], *arguments: Any) -> Any:

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from miles_like.protocols import WeightSources
 from miles_like.types import PublishReport, ServerFault
@@ -220,7 +220,7 @@ class SourcesPublisher(TensorPublisher):
         text = str(error)
         if not isinstance(error, RolloutError):
             text = f"trainer rank {turns.ranks[turns.number]}: {text or type(error).__name__}"
-        lost = [] if servers is None else [{"url": f.url, "why": f.why, "answers": f.answers} for f in servers.lost]
+        lost = [] if servers is None else [asdict(fault) for fault in servers.lost]
         turns.post(0, Kind.FAILED, error=text, lost=lost)
         turns.stop_turns([0])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from rollout.config import PublishConfig
 from rollout.publish.directory.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
+from rollout.publish.servers import ServerSet
+from rollout.publish.transports import Inline
+from rollout.sglang.http_replies import RolloutError
 from rollout.wire import endpoints
 from tests.support.fakes import FakeServer
 from tests.support.refusals import refuses
@@ -163,6 +166,34 @@ def test_a_publication_may_go_on_without_a_server(endpoint: str, fault: str) -> 
         assert report.failed[0].answers == (fault in ("http_500", "refuse"))
         assert same(good.weights, list(quantize_stream(weights(), SPEC))) and (good.version, good.paused) == ("2", "")
         assert bad.endpoints()[-1] == endpoint, "nothing is sent to it afterwards"
+
+
+class _AsAGroup(Inline):
+    """Loses a publication with any server that fails, as a process group does."""
+
+    def _send(self, payload: Sequence[str], servers: ServerSet, version: str | None) -> None:
+        super()._send(payload, servers, version)
+        if servers.lost:
+            raise RolloutError("; ".join(fault.why for fault in servers.lost))
+
+
+@pytest.mark.parametrize("fault", ["reset", "http_500", "refuse"])
+def test_a_group_that_a_server_leaves_has_lost_the_publication_at_all_servers(fault: str) -> None:
+    """Those that answer can be asked again. Where the only failure is a refusal, the weights are at fault."""
+    with FakeServer() as good, FakeServer() as bad:
+        bad.fault = {endpoints.UPDATE_FROM_TENSOR: fault}
+        made = publisher([good, bad], goes_on=True, timeout_s=patience(fault), bucket_bytes=100)
+        made._transport = _AsAGroup(made._target)
+        if fault == "refuse":
+            with refuses(RuntimeError, 2, bad.url, "previous version"):
+                made.publish(weights(), version=2)
+            assert (good.version, good.paused) == ("0", "")
+            return
+        report = made.publish(weights(), version=2)
+        assert {f.url: f.answers for f in report.failed} == {good.url: True, bad.url: fault != "reset"}
+        assert report.bytes == 0 and all(bad.url in f.why for f in report.failed) and good.version == "0"
+        bad.fault = {}
+        assert not made.publish(weights(), version=2).failed and (good.version, bad.version) == ("2", "2")
 
 
 def test_where_all_servers_refuse_the_weights_are_at_fault() -> None:

@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.sglang.transport import LargeReplies
+from rollout.sglang.transport import _UNUSED, LargeReplies, _Memory
 
 BODY = bytes(range(256)) * 3
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\n"
@@ -172,3 +173,26 @@ def test_a_body_of_known_length_comes_in_one_part() -> None:
 
     big = HEAD + b"content-length: %d\r\n\r\n" % (3 << 20) + bytes(3 << 20)
     assert asyncio.run(served(sending(big, (100, 70_000, 900_000), []), parts)) == [3 << 20]
+
+
+def test_the_memory_of_a_body_serves_another_once_nothing_refers_to_it() -> None:
+    """What a view of a body has does not change; no more than a bound is kept."""
+    memory, big = _Memory(), 3 << 20
+
+    def filled(value: int, nbytes: int = big) -> tuple[memoryview, int]:
+        body = memory.of(nbytes)
+        body[:] = bytes([value]) * nbytes
+        return body, np.frombuffer(body, np.uint8).ctypes.data
+
+    first, place = filled(1)
+    view = first[100:200]
+    del first
+    second, other = filled(2)
+    assert other != place and bytes(view) == b"\1" * 100
+    del view
+    assert filled(3, big - 5)[1] == place
+    assert bytes(second[:2]) == b"\2\2" and len(memory.of(big - 5)) == big - 5
+    assert filled(4, 40 << 20)[1] not in (place, other), "one that is too small"
+    for kept in [[memory.of(100 << 20) for _ in range(3)]]:
+        kept.clear()
+    assert sum(one.nbytes for one in memory._free) <= _UNUSED

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,15 +27,14 @@ from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.cluster.workers import actors
 from miles_like.cluster.workers.actors import ActorLink, StartActor
 from miles_like.cluster.workers.values import HeldValues
-from miles_like.cluster.workers.worker import Sampling
 from miles_like.loop.buffer import LOST
 from miles_like.nodes.session import start_ray, stop_ray
 from miles_like.records import ColumnsLostError, PlannedBatch, PlannedMicroBatch, SampleRecord
-from miles_like.types import Prompt, SampleGroup
+from miles_like.types import Prompt
 from tests.support.fakes import wait_until
 from tests.support.own_ray import this_node
 from tests.support.standin_rank import Stand
-from tests.support.worker_loop import HALF, MORE, PLACE, Loop, Made, OnUvloop, contents, made, streams
+from tests.support.worker_loop import HALF, MORE, PLACE, Large, Loop, OnUvloop, contents, made, streams
 
 
 @pytest.fixture(scope="module")
@@ -194,23 +192,6 @@ def test_an_object_that_ray_has_lost_is_not_there(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ray, "get", lost)
     with pytest.raises(LookupError, match="OwnerDiedError"):
         actors.ObjectStore().get(None)
-
-
-FILLER = "filler"
-
-
-class Large(Made):
-    """Groups of 6 MB, each sample's in a stream of two numbers a token."""
-
-    async def groups(
-        self, round_index: int, prompts: Sequence[Prompt]
-    ) -> AsyncGenerator[tuple[int, SampleGroup], None]:
-        async for i, group in super().groups(round_index, prompts):
-            wide = [replace(s, streams={FILLER: torch.ones(s.length, 750_000 // s.length)}) for s in group.samples]
-            yield i, replace(group, samples=tuple(wide))
-
-    def __call__(self, urls: Sequence[str]) -> Sampling:
-        return replace(super().__call__(urls), sampler=self)
 
 
 @pytest.mark.long(beside="tests/miles_like/cluster/workers/test_worker_pool.py")
