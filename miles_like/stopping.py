@@ -105,9 +105,10 @@ class Deadline:
             self._alarm = loop.call_later(left - self._reserve, lambda: self._ask(self._end - self._clock()))
 
     def close(self) -> None:
-        """Cancels the timer."""
+        """Cancels the timer; the next `note` starts another."""
         if self._alarm is not None:
             self._alarm.cancel()
+            self._alarm = None
 
     @property
     def _reserve(self) -> float:

@@ -372,6 +372,10 @@ class ServerLost(RuntimeError):
     elsewhere."""
 
 
+class NodeLostError(RuntimeError):
+    """The node of a process is lost: none is started there again, also when the machine comes back."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostRank:
     """One rank whose process has ended, or does not answer."""

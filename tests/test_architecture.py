@@ -189,8 +189,8 @@ RULES = {
     " miles_like.supervised miles_like.rewards miles_like.turns miles_like.alignment",
     # a run that goes on where it loses ranks or nodes
     "miles_like.run.rebuild": f"{CONTRACTS} rollout.episodes rollout.prompts megatron_bridge.config"
-    " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.fleet miles_like.loop miles_like.report"
-    " miles_like.rewards miles_like.run.setup",
+    " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.fleet miles_like.report miles_like.rewards"
+    " miles_like.run.setup",
     "miles_like.run": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
     " miles_like.check_results miles_like.checkpoint miles_like.cluster miles_like.config miles_like.datasets"
     " miles_like.experience miles_like.layout_search miles_like.loop miles_like.pipeline miles_like.planning"

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import ClassVar, TypedDict
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -76,6 +76,9 @@ def _held_address() -> tuple[str, int, socket.socket]:
 class Process:
     """Base of all actors: redirects the output to a log, sets its environment, and makes SIGUSR1 write stacks to the
     log."""
+
+    beside: ClassVar[Mapping[str, int]] = {}
+    """Groups of methods that run beside the others, which run one after the other: how many calls of each at once."""
 
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
         """environment: variables and secrets; they replace what the process has inherited from the node's Ray."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import RayError
@@ -17,15 +17,16 @@ from miles_like.cluster.actors import ACTOR_S, Process
 from miles_like.cluster.placement import PortShare, Slot
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.nodes.blocks import own_address
+from miles_like.nodes.members import living_nodes
 from miles_like.nodes.session import is_local
 from miles_like.nodes.waits import get_result
+from miles_like.types import NodeLostError
 from rollout.sglang.ports import BLOCK, ephemeral_range, first_ports, free_blocks
 from rollout.sglang.servers import ServerLaunch
 from rollout.sglang.startup import POLL_S, Progress, Startup
 
 _LOOK_S = 60.0  # time limit for an actor to look at its process
 _FAILED_S = 10.0  # the same, where the run has failed already
-_GLANCE_S = 1.0  # for all actors to look at processes that ran a second ago
 _GRACE_S = 1.0  # for a server that hangs, or of which nothing is wanted any more
 _PINGS = 5
 
@@ -33,6 +34,7 @@ _PINGS = 5
 class _Server(Process):
     """Owns one server process, which ends with this actor."""
 
+    beside: ClassVar[Mapping[str, int]] = {"end": 1}
     startup: Startup | None = None
 
     def ephemeral_range(self) -> tuple[int, int]:
@@ -47,6 +49,13 @@ class _Server(Process):
         if ready:
             self.startup.mark_ready()
         return self.startup.poll()
+
+    @ray.method(concurrency_group="end")
+    def await_end(self) -> str | None:
+        """Waits until the process of a server that answers has ended; returns why."""
+        assert self.startup is not None, "await_end before begin"
+        self.startup.handle.await_end()
+        return self.startup.poll().failure
 
     def clock(self) -> float:
         """Of `Progress.failed_at`."""
@@ -82,7 +91,7 @@ class RayServers:
         self._urls: dict[int, str] = {}  # of servers that have answered
         self._ready: set[int] = set()  # servers that answer
         self._halted = set[int]()  # servers that are not wanted, or not yet started again
-        self._glances: dict[int, Any] = {}  # part -> a look that has not been answered yet
+        self._ends: dict[int, tuple[Any, Any]] = {}  # part -> its actor, and the call that ends with its process
         self._shown: dict[int, str] = {}  # server -> the phase that was reported last
         addresses = self._results([a.address.remote() for a in self._actors], ACTOR_S)
         # whether the clients of the servers are here too
@@ -123,36 +132,41 @@ class RayServers:
 
     def deaths(self) -> dict[int, str]:
         """Servers that were ready and whose process, or that of a part, or the actor that owns it, has ended, and why.
-        An actor that does not answer at once is asked again by the next call. Never raises."""
+        Does not wait, and asks no actor again. Never raises."""
         parts = [i for i, s in enumerate(self._slots) if s.index in self._ready and s.index not in self._halted]
-        refs = {i: self._glances.get(i) or self._actors[i].look.remote(True) for i in parts}
-        done, _ = ray.wait([*refs.values()], num_returns=len(refs), timeout=_GLANCE_S) if refs else ([], [])
-        self._glances = {i: ref for i, ref in refs.items() if ref not in done}
+        self._ends = {i: self._end_of(i) for i in parts}
+        refs = {ref: i for i, (_, ref) in self._ends.items()}
+        done, _ = ray.wait([*refs], num_returns=len(refs), timeout=0) if refs else ([], [])
         found: dict[int, str] = {}
-        for i, ref in refs.items():
-            if ref not in done:
-                continue
+        for ref in done:
+            i = refs[ref]
             try:
-                failure = get_result(ref, self._names[i], _LOOK_S).failure
+                failure = get_result(ref, self._names[i], _LOOK_S)
             except RuntimeError as e:
                 failure = str(e)
             if failure is not None:
                 found.setdefault(self._slots[i].index, failure)
         return found
 
+    def _end_of(self, i: int) -> tuple[Any, Any]:
+        actor = self._actors[i]
+        held = self._ends.get(i)
+        return held if held is not None and held[0] is actor else (actor, actor.await_end.remote())
+
     def halt(self, server: int) -> None:
         """End a server's processes, of all its parts, almost at once. Never raises."""
         self._halted.add(server)
         self._ready.discard(server)
-        parts = self._parts(server)
-        self._stop(parts, _GRACE_S)
-        for i in parts:
-            self._glances.pop(i, None)
+        self._stop(self._parts(server), _GRACE_S)
 
     def restart(self, server: int) -> None:
-        """End a server's processes and begin others in their slots, at the same URL. Raises RuntimeError where they
-        cannot be begun; `look` says when they answer."""
+        """End a server's processes and begin others in their slots, at the same URL. Raises NodeLostError, and
+        RuntimeError where they cannot be begun; `look` says when they answer."""
         self.halt(server)
+        living = self.living()
+        for slot in (self._slots[i] for i in self._parts(server)):
+            if slot.node not in living:
+                raise NodeLostError(f"its node {self._nodes.of(slot).address} is lost")
         parts, url = self._parts(server), self._urls.get(server)
         for i in parts:
             slot = self._slots[i]
@@ -161,6 +175,11 @@ class RayServers:
             self._actors[i] = self._nodes.start(_Server, slot, self._logs[i])
         self._halted.discard(server)
         self._results([self._actors[i].begin.remote(self._placed[i]) for i in parts], ACTOR_S, parts)
+
+    def living(self) -> Collection[int]:
+        """The numbers of the run's nodes that are not lost."""
+        alive = {node.id for node in living_nodes()}
+        return [number for number, node in enumerate(self._nodes.nodes) if node.id in alive]
 
     def look(self, server: int) -> Progress:
         """At a server that starts: its head, or the failure of one of its parts. Raises RuntimeError where an actor

@@ -26,7 +26,7 @@ from miles_like.fleet.control import ControlFiles, Request
 from miles_like.fleet.health import HealthError, look_at
 from miles_like.fleet.roster import Roster, Server, of_urls
 from miles_like.fleet.states import Event, State
-from miles_like.types import PublishReport, RanksLostError, ServerFault, ServerLost
+from miles_like.types import NodeLostError, PublishReport, RanksLostError, ServerFault, ServerLost
 from rollout.episodes.serving import Serving
 from rollout.wire import endpoints
 
@@ -60,7 +60,8 @@ class Processes(Protocol):
         """Ends a server's processes at once."""
 
     def restart(self, number: int) -> None:
-        """Ends a server's processes and begins others in their place, at the same URL. Raises RuntimeError."""
+        """Ends a server's processes and begins others in their place, at the same URL. Raises NodeLostError, and other
+        RuntimeErrors where a further try may help."""
 
     def look(self, number: int) -> Progress:
         """At one that starts. Raises RuntimeError where the process that owns it does not answer."""
@@ -150,10 +151,16 @@ class Fleet:
     def lose(self, numbers: Collection[int], why: str) -> None:
         """The nodes of these servers are lost: they are not started again."""
         for server in self.roster:
-            if server.number in numbers and server.state is not State.RETIRED:
-                if server.state is not State.DEAD:
-                    self.roster.move(server, Event.FAILED, why)
-                self.roster.move(server, Event.GIVEN_UP, why)
+            if server.number in numbers:
+                self._give_up(server, why)
+
+    def _give_up(self, server: Server, why: str) -> None:
+        """Its place is lost."""
+        server.placeless = True
+        if server.state is not State.RETIRED:
+            if server.state is not State.DEAD:
+                self.roster.move(server, Event.FAILED, why)
+            self.roster.move(server, Event.GIVEN_UP, why)
 
     # ---- publications
 
@@ -361,7 +368,9 @@ class Fleet:
                     raise RuntimeError(found.failure)
                 await asyncio.sleep(_STARTING_S)
         except RuntimeError as e:
-            if server.state is State.RESTARTING:
+            if isinstance(e, NodeLostError):
+                self._give_up(server, str(e))
+            elif server.state is State.RESTARTING:
                 self.roster.move(server, Event.FAILED, str(e))
             return
         if server.state is not State.RESTARTING:  # removed meanwhile
@@ -396,7 +405,7 @@ class Fleet:
             await self._remove(request.server)
 
     async def _add(self) -> None:
-        retired = next((s for s in self.roster if s.state is State.RETIRED), None)
+        retired = next((s for s in self.roster if s.state is State.RETIRED and not s.placeless), None)
         if retired is not None:  # its place and its devices are free
             retired.restarts.clear()
             self.roster.move(retired, Event.ADDED, "added")

@@ -23,6 +23,7 @@ class Server:
     version: int | None  # of the weights that it was shown to compute with; None: of none
     since: float  # seconds since the epoch
     why: str = ""
+    placeless: bool = False  # its node is lost
     restarts: deque[float] = field(default_factory=deque)  # when, in seconds by the roster's clock
     unanswered: deque[float] = field(default_factory=deque)  # the same, of requests
 

@@ -44,7 +44,7 @@ from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import OUTAGE_S, Rewards
 from miles_like.run.alignment import check_bits, server_checks
 from miles_like.run.rebuild.ranks import RunRanks, start_ranks
-from miles_like.run.rebuild.rebuilding import RebuildingRun
+from miles_like.run.rebuild.servers import RunWithServers
 from miles_like.run.setup.delivery import DirectoryDelivery, TrainerPublication, publication_of
 from miles_like.run.setup.fleet import LifeUsers, RunningServers
 from miles_like.run.setup.launcher import Launcher, freeze_gc, ready
@@ -145,7 +145,7 @@ def train(
             controller=controller,
         )
         with servers.naming_failures(), teachers.naming_failures():
-            run_to_end(run.through_losses(urls), run.stop, plan.config.checkpoint.grace_s)
+            run_to_end(run.with_servers(urls), run.stop, plan.config.checkpoint.grace_s)
     files.end()
 
 
@@ -158,7 +158,7 @@ def _servers(
     return launcher.servers(rollout, resumed.state.weight_version if resumed else 0)
 
 
-class TrainingRun(RebuildingRun):
+class TrainingRun(RunWithServers):
     """A run whose processes are up: composes the objects of the loop, and closes them."""
 
     prompts: Prompts

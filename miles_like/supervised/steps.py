@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from miles_like.algorithms.dpo import DpoLoss
 from miles_like.algorithms.kto import KtoLoss
@@ -127,7 +127,7 @@ class ExampleFeed:
 class SupervisedLoop:
     """The training loop of one run. held_out: set name -> examples. eval_every: steps between two evaluations, besides
     those before the first and after the last step; 0: never. earlier_s: `wall_s` of the row that the run resumes
-    after."""
+    after. once: metrics of the next step's row only."""
 
     trainer: Trainer
     feed: ExampleFeed
@@ -139,6 +139,7 @@ class SupervisedLoop:
     progress: PhaseBar
     eval_every: int
     earlier_s: float = 0.0
+    once: Mapping[str, float] = field(default_factory=dict)
 
     async def run(self, *, first: int, steps: int) -> int:
         """Runs steps first .. steps - 1; step s trains on weight version s and ends in version s + 1. On a stop request
@@ -164,7 +165,8 @@ class SupervisedLoop:
             if self.eval_every and (last or done % self.eval_every == 0):
                 metrics |= await self._evaluate(done)
             now = time.perf_counter()
-            metrics |= {"perf/step_s": now - began, "wall_s": now - started}
+            metrics |= {"perf/step_s": now - began, "wall_s": now - started, **self.once}
+            self.once = {}
             self.sink.write(done, {"weight_version": float(done), **metrics})
             await self.saver.boundary(done, last=last, step_s=now - began)
         return await self.saver.end(steps)

@@ -58,6 +58,7 @@ class ServerHandle:
         self.log_start = log_start
         self.name = name or f"server {url}"
         self.ended_at: float | None = None  # by the monotonic clock, in seconds
+        self._ended = threading.Event()
         self._process = process
         self._key_file = key_file
         threading.Thread(target=self._note_end, daemon=True, name="server end").start()
@@ -66,6 +67,11 @@ class ServerHandle:
         with contextlib.suppress(ChildProcessError):  # collected by `stop`
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             self.ended_at = time.monotonic()
+        self._ended.set()
+
+    def await_end(self) -> None:
+        """Waits until the process has ended."""
+        self._ended.wait()
 
     @property
     def pid(self) -> int:

@@ -75,6 +75,9 @@ class Alone:
         self.rank.load(path)
         self.version = version
 
+    async def lost(self) -> Any:
+        await asyncio.Event().wait()
+
     async def close(self) -> None:
         self.bits = {name: x.clone() for name, x in self.rank.export()}
         self.rank.close()

@@ -28,6 +28,7 @@ class RunningServers(Protocol):
     def halt(self, number: int) -> None: ...
     def restart(self, number: int) -> None: ...
     def look(self, number: int) -> Progress: ...
+    def living(self) -> Collection[int]: ...
     def add(self, slot: Slot, launch: ServerLaunch) -> None:
         """Begins to start another server."""
 
@@ -89,20 +90,21 @@ class RunProcesses:
         return self.servers.look(number)
 
     def add(self, number: int) -> None:
-        slot = further_slot(self.rollout, number)
+        slot = further_slot(self.rollout, number, self.servers.living())
         self.servers.add(slot, self.rollout.launch(slot, self.version))
 
 
-def further_slot(rollout: RolloutSide, number: int) -> Slot:
-    """The place of a server beyond those that the run has placed. Raises ValueError where each needs GPUs, of which
-    the run has reserved none for more servers."""
+def further_slot(rollout: RolloutSide, number: int, living: Collection[int]) -> Slot:
+    """The place of a server beyond those that the run has placed, on a node of `living`. Raises ValueError where each
+    needs GPUs, of which the run has reserved none for more servers, and where no such node has had one."""
     slots = [s for s in rollout.plan.placement.of("rollout") if s.node_rank == 0]
     if any(slot.gpus for slot in slots) or rollout.plan.config.rollout.engine != "embedded":
         raise ValueError(
             f"all {len(slots)} places of the rollout are taken (rollout.servers): remove a server first, or start the "
             "run again with more of them"
         )
-    nodes = [slot.node for slot in slots]
+    if not (nodes := [slot.node for slot in slots if slot.node in living]):
+        raise ValueError("every node with a place for it is lost: start the run again with --resume")
     return Slot(role="rollout", index=number, node=nodes[number % len(nodes)], gpus=())
 
 

@@ -20,7 +20,7 @@ from miles_like.fleet.control import ControlFiles, Request, ask, status
 from miles_like.fleet.fleet import Fleet
 from miles_like.fleet.roster import Roster
 from miles_like.fleet.states import Event, State
-from miles_like.types import PublishReport, RanksLostError, ServerFault, ServerLost
+from miles_like.types import NodeLostError, PublishReport, RanksLostError, ServerFault, ServerLost
 from rollout.episodes.serving import Serving
 from rollout.sglang.startup import Progress
 from tests.support.refusals import refuses
@@ -33,13 +33,15 @@ Check = Callable[["World"], Awaitable[None]]
 @dataclass
 class World:
     """Servers 0 and 1 at A and B, and what is done with them. dead: their numbers; cannot: those that do not start;
-    wrong: those that join with other weights; looks: statuses of their /health, in place of 200."""
+    homeless: those whose node is lost; wrong: those that join with other weights; looks: statuses of their /health, in
+    place of 200."""
 
     where: Path
     limit: int = 2
     least: int = 1
     dead: set[int] = field(default_factory=set)
     cannot: set[int] = field(default_factory=set)
+    homeless: set[int] = field(default_factory=set)
     wrong: set[str] = field(default_factory=set)
     ranks_lost: bool = False
     looks: dict[str, Callable[[], Awaitable[int]]] = field(default_factory=dict)
@@ -73,6 +75,8 @@ class World:
     def restart(self, number: int) -> None:
         self.log.append(("restart", number))
         self.dead.discard(number)
+        if number in self.homeless:
+            raise NodeLostError("its node 10.0.0.2 is lost")
 
     def look(self, number: int) -> Progress:
         if number in self.cannot:
@@ -212,14 +216,34 @@ def test_a_server_whose_join_loses_the_ranks_is_not_at_fault(world: Worlds, monk
 
 
 def test_a_server_of_a_lost_node_is_retired_at_once(world: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other takes its place; one that is added has a further place."""
+
     async def check(w: World) -> None:
         w.fleet.lose({1}, "its node is lost")
         assert w.state(1) is State.RETIRED and w.served[-1] == {A}
         await w.until(lambda: ("halt", 1) in w.log)
         await asyncio.sleep(10 * TICK_S)
         assert ("restart", 1) not in w.log and w.roster.servers[1].why == "its node is lost"
+        ask(w.where, Request("add"))
+        await w.until(lambda: 2 in w.roster.servers and w.state(2) is State.HEALTHY)
+        assert ("restart", 1) not in w.log and w.state(1) is State.RETIRED
 
     world().run(check, monkeypatch)
+
+
+def test_a_server_whose_node_does_not_come_back_is_retired_by_the_first_try(
+    world: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no rank was on the node, the run has not learnt of it otherwise."""
+
+    async def check(w: World) -> None:
+        w.homeless.add(1)
+        w.dead.add(1)
+        await w.until(lambda: w.state(1) is State.RETIRED)
+        await asyncio.sleep(10 * TICK_S)
+        assert w.log.count(("restart", 1)) == 1 and w.roster.servers[1].why == "its node 10.0.0.2 is lost"
+
+    world(limit=9).run(check, monkeypatch)
 
 
 def test_a_run_whose_servers_are_all_lost_ends_with_the_reason_of_each(
