@@ -46,8 +46,10 @@ def _parts(results: Mapping[str, Result], soaked: Sequence[Result]) -> Iterator[
     of = ", ".join(f"{n} at {commit}" for commit, n in sorted(commits.items()))
     yield (
         f"{len(cells())} cells, {len(results)} played, {len(results) - len(wrong)} of them as they must be ({of}). "
-        "A cell says what happened and the seconds from the fault to the end of the step that was under way; `!`: not "
-        "as it must be; `–`: not played yet. All but those marked `≠` end bit for bit as the undisturbed run."
+        "A cell says what happened and the seconds from the fault to the end of the step that was under way, with what "
+        "was trained again in between; `!`: not as it must be; `–`: not played yet. All but those marked `≠` end bit "
+        "for bit as the undisturbed run. Where ranks are rebuilt or a server is replaced, all other processes of the "
+        "run are the same before and after."
     )
     for signal in SIGNALS:
         yield f"### {signal}\n\n" + _table(

@@ -61,6 +61,9 @@ def faults_of(result: Mapping[str, Any]) -> list[str]:
         out.append("the fault did not strike at its moment")
     if result["did"] != expected.outcome:
         out.append(f"it {result['did']}")
+    elif expected.outcome != "ends" and tuple(result["replaced"]) != expected.replaced:
+        names = [", ".join(parts) or "nothing" for parts in (result["replaced"], expected.replaced)]
+        out.append(f"{names[0]} was replaced in place of {names[1]}")
     if expected.outcome == "ends" and result["did"] == "ends" and not result["sentence"]:
         out.append("no sentence was printed")
     if result["ledger"] != "closed":
