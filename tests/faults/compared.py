@@ -49,9 +49,11 @@ def recovery_s(run_dir: Path, log: Path, at: float) -> float | None:
     if found := _REBUILT.findall(log.read_text(errors="replace") if log.exists() else ""):
         return max(map(float, found))
     changes = [line for line in lines_of(run_dir / CHANGES) if line["at"] > at]
-    again = [line["number"] for line in changes if line.get("restarted") == "server"]
-    back = [c["at"] - at for c in changes if c.get("server") in again and c["state"] == "healthy"]
-    return round(back[-1], 1) if back else None
+    for i, change in enumerate(changes):
+        if change.get("restarted") == "server":
+            states = [c for c in changes[i:] if c.get("server") == change["number"]]
+            return next((round(c["at"] - at, 1) for c in states if c["state"] == "healthy"), None)
+    return None
 
 
 def compared(run_dir: Path, whole: Path, steps: int) -> dict[str, Any]:
