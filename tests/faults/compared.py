@@ -113,7 +113,7 @@ class Rows:
 
     def until_next(self, at: float) -> float | None:
         """Seconds from a moment to the end of the step that was under way; None: it did not end."""
-        before = max((step for when, step in self.seen if when <= at), default=-1)
+        before = max((step for when, step in self.seen if when <= at), default=0)  # which is written before step 1
         later = [when - at for when, step in self.seen if when > at and step > before]
         return round(later[0], 1) if later else None
 
