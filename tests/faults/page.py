@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -70,7 +69,8 @@ def _parts(results: Mapping[str, Result], soaked: Sequence[Result]) -> Iterator[
             ["cell", "must", "what happened"],
             ([name, must(Cell.named(name)).outcome, _told(results[name], faults)] for name, faults in wrong.items()),
         )
-    yield "### Words\n\n" + _table(["word", "meaning"], [*({**OUTCOMES, **ROLES, **MOMENTS, **KINDS}).items()])
+    words: dict[str, str] = {**OUTCOMES, **ROLES, **MOMENTS, **KINDS}
+    yield "### Words\n\n" + _table(["word", "meaning"], [*words.items()])
     yield "### Not played\n\n" + _table(["role", "fault", "why"], ([*row] for row in left_out()))
     yield "### Fault tests of other projects\n\n" + _table(["project", "test", "requires", "here"], PEERS)
     if soaked:
@@ -106,4 +106,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write())
+    write()
