@@ -74,7 +74,7 @@ def slot(kept: Path | None) -> int:
                 traceback.print_exc()
                 result["broken"] = f"{type(e).__name__}: {e}"[:500]
             print(json.dumps(result), file=answers, flush=True)
-            if there := os.environ.get("KEEP_CELLS"):
+            if (there := os.environ.get("KEEP_CELLS")) and run_dir.exists():
                 shutil.copytree(
                     run_dir, Path(there) / cell.name.replace(" / ", "-").replace(" ", "_"), dirs_exist_ok=True
                 )
