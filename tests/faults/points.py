@@ -25,7 +25,7 @@ from tests.faults.cells import SIGNALS, Cell
 from tests.support import kill_points
 from tests.support.kill_points import Kill
 
-VARIABLE = "MILES_LIKE_TEST_FAULT"  # environment variable: JSON of a run directory and a cell's name
+VARIABLE = "FAULT_OF_A_TEST"  # environment variable: JSON of a run directory and a cell's name
 STRUCK, WITNESSES, PIDS = "struck", "witnesses.jsonl", "pids.json"
 STEP = 1  # of the weights that are served, trained, published or saved
 SLOW_S, PARTITION_S = 20.0, 60.0

@@ -30,7 +30,7 @@ from tests.support import kill_points
 from tests.support.local_run import QUICK, TINY, Runs
 from tests.support.namespaces import Cluster, nodes
 
-RUN_S = 200.0  # limit of a run
+RUN_S = 420.0  # limit of a run
 CALL_S = 30.0  # cluster.timeout_s
 SETTINGS = (
     *QUICK,
