@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,13 +32,16 @@ from tests.support.local_run import QUICK, TINY, Runs
 from tests.support.namespaces import Cluster, nodes
 
 RUN_S = 420.0  # limit of a run
-CALL_S = 30.0  # cluster.timeout_s
+CALL_S = 60.0  # cluster.timeout_s
 SETTINGS = (
     *QUICK,
     "parallel.dp=2",
     "rollout.servers=2",
     "rollout.request_timeout_s=20.0",
     "rollout.restarts=3",
+    "rollout.workers=0",
+    "train.groups_per_step=2",
+    "rollout.max_new_tokens=8",
     "cluster.rebuilds=3",
     "checkpoint.restart_wait_s=0",
     "publish.parts_timeout_s=15",
@@ -151,13 +155,15 @@ def replaced(log: Path) -> list[str]:
 
 def settings(home: Path, where: Path, turns: Sequence[str]) -> list[str]:
     """Of a run over two nodes, on the shared disk."""
+    if not (model := (where / "hf").resolve()).exists():  # where it stays, and is converted once
+        shutil.copytree((home / "hf").resolve(), model)
     return [
         *SETTINGS,
         *turns,
         f"train.steps={plain.STEPS}",
         "cluster.nodes=2",
         f"cluster.timeout_s={CALL_S:g}",
-        f"model.path={(home / 'hf').resolve()}",
+        f"model.path={model}",
         "model.make=false",
         f"cache_dir={where / 'cache'}",
     ]
@@ -165,6 +171,7 @@ def settings(home: Path, where: Path, turns: Sequence[str]) -> list[str]:
 
 def undisturbed(runs: Runs, run_dir: Path, turns: Sequence[str]) -> Path:
     if not (run_dir / "done").exists():
+        shutil.rmtree(run_dir, ignore_errors=True)
         code = runs.run(run_dir, [*SETTINGS, *turns, f"train.steps={plain.STEPS}"])
         assert code == 0, f"the undisturbed run ended with {code}: {run_dir}/driver.log"
         (run_dir / "done").touch()
