@@ -105,7 +105,7 @@ fuzz: $(STAMP)
 # the fault matrix (docs/reliability.md), as far as it has no result of the product's present commit; it may be stopped and
 # begun again: make faults ONLY='"rank SIGKILL" "teacher / idle"' for cells whose names have these words
 faults: $(STAMP)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.faults $(if $(ONLY),--only $(ONLY))
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.faults --kept $(OUT)/faults $(if $(ONLY),--only $(ONLY))
 
 # a random fault every 120 s: make soak MINUTES=60 SEED=7
 MINUTES ?= 10

@@ -1,8 +1,9 @@
 """Play cells of the fault matrix: python -m tests.faults [--only WORDS ...] [--minutes M] [--again] [--list]
 
 Each result replaces the line of its cell in tests/faults/results.jsonl at once, so that a run may be stopped and begun
-again: cells that have a result of the product's present commit are passed over. Two cells are played at a time. The
-section of docs/reliability.md is written again at the end. Exit status 1 if a played cell is not as it must be.
+again: cells that have a result of the product's present commit are passed over; with --kept DIR the undisturbed runs
+stay there for the next time. Two cells are played at a time. The section of docs/reliability.md is written again at the
+end. Exit status 1 if a played cell is not as it must be.
 """
 
 from __future__ import annotations
@@ -55,26 +56,27 @@ def chosen(only: Sequence[str]) -> list[Cell]:
     return list(dict.fromkeys(found))
 
 
-def slot(group: str) -> int:
-    """A process that plays: names of cells in, results out, a line each."""
+def slot(kept: Path | None) -> int:
+    """A process that plays: names of cells in, results out, a line each. kept: of undisturbed runs."""
     signal.signal(signal.SIGTERM, _end_with_all)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print is no answer
     with tempfile.TemporaryDirectory(prefix="faults-") as made, contextlib.ExitStack() as stack:
-        where = Path(made)
-        runs = stack.enter_context(_runs(where))
+        runs = stack.enter_context(_runs(where := Path(made)))
+        if kept is not None:
+            kept.mkdir(parents=True, exist_ok=True)
         for i, line in enumerate(sys.stdin):
             cell, run_dir = Cell.named(line.strip()), where / f"cell-{i}"
             result: dict[str, Any] = {"cell": cell.name}
             try:
-                result |= _play(cell, runs, where, run_dir)
+                result |= _play(cell, runs, kept or where, run_dir)
             except BaseException as e:  # the cell's edge: the others are played
                 traceback.print_exc()
                 result["broken"] = f"{type(e).__name__}: {e}"[:500]
             print(json.dumps(result), file=answers, flush=True)
-            if kept := os.environ.get("KEEP_CELLS"):
+            if (there := os.environ.get("KEEP_CELLS")) and run_dir.exists():
                 shutil.copytree(
-                    run_dir, Path(kept) / cell.name.replace(" / ", "-").replace(" ", "_"), dirs_exist_ok=True
+                    run_dir, Path(there) / cell.name.replace(" / ", "-").replace(" ", "_"), dirs_exist_ok=True
                 )
             shutil.rmtree(run_dir, ignore_errors=True)
     return 0
@@ -108,24 +110,33 @@ def _play(cell: Cell, runs: Any, where: Path, run_dir: Path) -> dict[str, Any]:
 class Slots:
     """Processes that play the cells of a group, a thread for each. A context manager."""
 
-    def __init__(self, group: str, todo: Iterable[Cell], number: int, until: float, pause: Path | None = None) -> None:
-        """pause: no cell begins while this file exists."""
+    def __init__(
+        self,
+        group: str,
+        todo: Iterable[Cell],
+        number: int,
+        until: float,
+        pause: Path | None = None,
+        kept: Path | None = None,
+    ) -> None:
+        """pause: no cell begins while this file exists. kept: of undisturbed runs."""
         self._pause = pause
         self._todo: queue.SimpleQueue[Cell] = queue.SimpleQueue()
         for cell in todo:
             self._todo.put(cell)
         self._until, self.results = until, queue.SimpleQueue[dict[str, Any] | None]()
-        command = [sys.executable, "-m", "tests.faults", "--slot", group]
+        command = [sys.executable, "-m", "tests.faults", "--slot"]
+        where = [[] if kept is None else ["--kept", str(kept / f"{group}-{i}")] for i in range(number)]
         self._processes = [
             subprocess.Popen(
-                command,
+                [*command, *words],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 env=environment(group),
                 cwd=record.ROOT,
             )
-            for _ in range(number)
+            for words in where
         ]
         self._threads = [threading.Thread(target=self._feed, args=(p,), daemon=True) for p in self._processes]
 
@@ -169,14 +180,22 @@ class Slots:
                 process.wait()
 
 
-def play_all(todo: Sequence[Cell], *, slots: int, until: float, commit: str, pause: Path | None = None) -> int:
+def play_all(
+    todo: Sequence[Cell],
+    *,
+    slots: int,
+    until: float,
+    commit: str,
+    pause: Path | None = None,
+    kept: Path | None = None,
+) -> int:
     """Plays cells, keeps and prints their results; how many are not as they must be."""
     wrong = done = 0
     for group in ("plain", "clock", "spread"):
         own = [cell for cell in todo if group_of(cell) == group]
         if not own or time.monotonic() >= until:
             continue
-        with Slots(group, own, min(slots, len(own)), until, pause) as playing:
+        with Slots(group, own, min(slots, len(own)), until, pause, kept) as playing:
             for found in playing.each():
                 result = found | {"commit": commit, "date": record.today()}
                 record.keep(result)
@@ -199,19 +218,20 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=SLOTS, help="cells at a time")
     parser.add_argument("--list", action="store_true", help="print the cells that would be played")
     parser.add_argument("--pause", type=Path, metavar="FILE", help="begin no cell while this file exists")
-    parser.add_argument("--slot", help=argparse.SUPPRESS)
+    parser.add_argument("--kept", type=Path, metavar="DIR", help="keep undisturbed runs there, by the product's commit")
+    parser.add_argument("--slot", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.slot:
-        return slot(args.slot)
+        return slot(args.kept)
     commit = record.product_commit()
+    kept = None if args.kept is None or commit.endswith("+") else args.kept / commit
     todo = chosen(args.only)
     todo = todo if args.again else record.due(todo, commit, record.read())
     if args.list:
         print("\n".join(cell.name for cell in todo))
         return 0
-    wrong = play_all(
-        todo, slots=args.slots, until=time.monotonic() + 60 * args.minutes, commit=commit, pause=args.pause
-    )
+    until = time.monotonic() + 60 * args.minutes
+    wrong = play_all(todo, slots=args.slots, until=until, commit=commit, pause=args.pause, kept=kept)
     page.write()
     return int(wrong > 0)
 

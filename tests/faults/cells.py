@@ -47,12 +47,14 @@ KINDS = {
 }
 SIGNALS = ("SIGKILL", "SIGSTOP")
 Ground = Literal["plain", "spread"]
-Outcome = Literal["goes on", "ends", "is ended"]
+Outcome = Literal["goes on", "is restarted", "ends"]
 OUTCOMES: dict[Outcome, str] = {
     "goes on": "the same driver process completes the run",
+    "is restarted": "the driver is gone, or hangs and is killed from outside; --supervise starts another, which "
+    "completes the run",
     "ends": "the command ends with one sentence; --resume completes the run",
-    "is ended": "the driver is gone, or hangs and is killed from outside; --resume completes the run",
 }
+Part = Literal["driver", "ranks", "server", "teacher"]
 
 # beside those that two of role, moment and kind ask for: the nearest to what is known from large runs
 ALSO = (
@@ -109,9 +111,9 @@ class Cell:
 
     @property
     def ground(self) -> Ground:
-        """What the cell is played on. Plain processes stand in for Ray's actors, and have no time limit of a call to
-        ranks: what hangs a rank, and what strikes nodes, is played with Ray."""
-        hangs = self.role == "rank" and self.kind in ("SIGSTOP", "partition", "disk hung")
+        """What the cell is played on. Plain processes stand in for Ray's actors: what strikes nodes is played with Ray,
+        and ranks that do not answer in mid-step, too."""
+        hangs = self.role == "rank" and self.moment == "mid-step" and self.kind in ("SIGSTOP", "partition", "disk hung")
         return "spread" if hangs or self.role in ("node", "Ray head") else "plain"
 
     @staticmethod
@@ -125,6 +127,7 @@ class Must(NamedTuple):
 
     outcome: Outcome
     why: str
+    replaced: tuple[Part, ...] = ()  # parts that are other processes at the end of the run; all others stay
     bitwise: bool = True  # a deterministic run ends as the undisturbed one; False: `why` says what differs
 
 
@@ -148,24 +151,36 @@ RULES = (
     Rule("*", "*", "slow", Must("goes on", "it is slower only")),
     Rule("*", "*", "clock jump", Must("goes on", "time limits are of the monotonic clock")),
     Rule("server head|teacher", "*", "disk full|disk hung", Must("goes on", "a server writes only its log")),
-    Rule("driver", "*", "SIGKILL|SIGSTOP|disk hung", Must("is ended", "these runs have no --supervise")),
+    Rule("driver", "*", "SIGKILL", Must("is restarted", "--supervise resumes it", ("driver",))),
+    Rule("driver", "*", "SIGSTOP|disk hung", Must("is restarted", "a scheduler kills what hangs", ("driver",))),
     Rule("driver", "*", "partition", Must("goes on", "its servers and ranks wait for it")),
-    Rule("driver", "*", "garbage", Must("is ended", "the last checkpoint is refused; the one before is resumed")),
-    Rule("driver", "*", "*", Must("ends", "the driver holds the state of the loop")),
-    Rule("rank", "*", "partition", Must("goes on", "60 s are within cluster.timeout_s")),
-    Rule("rank", "*", "*", Must("ends", "the runs of the matrix have cluster.rebuilds = 0")),
+    Rule("driver", "*", "garbage", Must("ends", "the last checkpoint is refused; the one before is resumed")),
+    Rule("driver", "*", "*", Must("ends", "an error with a sentence would come again")),
+    Rule("rank", "*", "SIGKILL|SIGSTOP|partition|disk hung", Must("goes on", "ranks are rebuilt", ("ranks",))),
+    Rule("rank", "*", "*", Must("ends", "an error of a rank would come again: it is no loss")),
     Rule(SERVERS, "asleep", "*", Must("ends", "no server is replaced where servers and trainer take turns")),
     Rule(SERVERS, "generating", "bit flip", Must("ends", "its hashes differ before its samples are trained")),
     Rule(SERVERS, "*", "bit flip", Must("goes on", "its answer to the known text differs: it is published to again")),
     Rule(SERVERS, "*", "garbage", Must("ends", "a reply that is no answer is an error of a program, not of a machine")),
-    Rule(SERVERS, "*", "*", Must("goes on", "another takes its place; its requests are sampled again")),
-    Rule("teacher", "*", "bit flip", Must("goes on", "nothing knows a teacher's right answers: not noticed", False)),
+    Rule(SERVERS, "*", "*", Must("goes on", "another takes its place; its requests are sampled again", ("server",))),
+    Rule(
+        "teacher", "*", "bit flip", Must("goes on", "nothing knows a teacher's right answers: not noticed", (), False)
+    ),
     Rule("teacher", "*", "garbage", Must("ends", "a reply that is no answer is an error of a program")),
-    Rule("teacher", "*", "*", Must("goes on", "its server is restarted and asked again")),
+    Rule("teacher", "*", "*", Must("goes on", "its server is restarted and asked again", ("teacher",))),
     Rule("reward", "*", "garbage", Must("ends", "a reply that is no score is an error of a program")),
     Rule("reward", "*", "*", Must("goes on", "the request is sent again until the service is back")),
-    Rule("node", "*", "partition", Must("ends", "Ray gives up a node that does not answer for some 30 s")),
-    Rule("node", "*", "*", Must("ends", "a rank of the job is lost with it")),
+    Rule(
+        "node",
+        "*",
+        "*",
+        Must(
+            "goes on",
+            "one row of ranks and the server on the node that is left: equal but for rounding",
+            ("ranks",),
+            False,
+        ),
+    ),
     Rule("Ray head", "*", "partition", Must("goes on", "calls between actors do not pass through the head")),
     Rule("Ray head", "*", "*", Must("ends", "the cluster is lost with it")),
 )

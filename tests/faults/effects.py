@@ -24,7 +24,7 @@ from tests.faults.cells import Cell
 
 HOUR_S = 3600.0
 _OPERATIONS = ("train", "publish", "save", "load", "wake", "sleep", "logprobs")  # of a rank
-_me: tuple[int, str] = (0, "")  # of this process: pid, role
+_me: tuple[int, str] = (0, "")  # of this process: pid, role; "": it takes the place of one that was struck
 
 
 def plant(cell: Cell) -> None:
@@ -46,7 +46,7 @@ def plant(cell: Cell) -> None:
 def be(role: str) -> None:
     """This process plays a role."""
     global _me
-    _me = os.getpid(), role
+    _me = os.getpid(), "" if points.struck() else role
     if role != "driver":  # which forks the others first
         clock_of(role)
 
@@ -55,7 +55,7 @@ def clock_of(role: str) -> None:
     """From the moment on this process has another wall clock, if it is the victim: libfaketime reads its offset from
     the environment once a second."""
     cell = points.cell()
-    if cell is None or cell.kind != "clock jump" or role != cell.role:
+    if cell is None or cell.kind != "clock jump" or role != cell.role or points.struck():
         return
 
     def watch() -> None:
@@ -78,7 +78,7 @@ def in_server(last: bool) -> None:
 
     be("server head" if last else "another server")
     if not last:
-        vars(kill_points)["_kill"] = None
+        vars(kill_points)["_kills"] = ()  # it does not come to the moment
     from rollout.embedded.ranks import crew
 
     follow = crew.follow

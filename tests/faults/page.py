@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,8 +45,10 @@ def _parts(results: Mapping[str, Result], soaked: Sequence[Result]) -> Iterator[
     of = ", ".join(f"{n} at {commit}" for commit, n in sorted(commits.items()))
     yield (
         f"{len(cells())} cells, {len(results)} played, {len(results) - len(wrong)} of them as they must be ({of}). "
-        "A cell says what happened and the seconds from the fault to the end of the step that was under way; `!`: not "
-        "as it must be; `–`: not played yet. All but those marked `≠` end bit for bit as the undisturbed run."
+        "A cell says what happened and the seconds from the fault to the end of the step that was under way, with what "
+        "was trained again in between; `!`: not as it must be; `–`: not played yet. All but those marked `≠` end bit "
+        "for bit as the undisturbed run. Where ranks are rebuilt or a server is replaced, all other processes of the "
+        "run are the same before and after."
     )
     for signal in SIGNALS:
         yield f"### {signal}\n\n" + _table(
@@ -68,7 +69,8 @@ def _parts(results: Mapping[str, Result], soaked: Sequence[Result]) -> Iterator[
             ["cell", "must", "what happened"],
             ([name, must(Cell.named(name)).outcome, _told(results[name], faults)] for name, faults in wrong.items()),
         )
-    yield "### Words\n\n" + _table(["word", "meaning"], [*({**OUTCOMES, **ROLES, **MOMENTS, **KINDS}).items()])
+    words: dict[str, str] = {**OUTCOMES, **ROLES, **MOMENTS, **KINDS}
+    yield "### Words\n\n" + _table(["word", "meaning"], [*words.items()])
     yield "### Not played\n\n" + _table(["role", "fault", "why"], ([*row] for row in left_out()))
     yield "### Fault tests of other projects\n\n" + _table(["project", "test", "requires", "here"], PEERS)
     if soaked:
@@ -104,4 +106,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write())
+    write()

@@ -23,7 +23,7 @@ PEERS = (
         "tests/e2e/ft/conftest_ft/scenario_with_failure.py: a rank exits before the all-reduce, the step is retried by "
         "the other replicas, a replica is stopped and started",
         "gradients within 0.85 % of the run without a fault",
-        "rank / mid-step / SIGKILL: bitwise after --resume. No replica of the trainer goes on alone",
+        "rank / mid-step / SIGKILL: ranks are rebuilt, bitwise. No replica of the trainer goes on alone",
     ),
     Peer(
         MILES,

@@ -25,7 +25,7 @@ from tests.faults.cells import SIGNALS, Cell
 from tests.support import kill_points
 from tests.support.kill_points import Kill
 
-VARIABLE = "MILES_LIKE_TEST_FAULT"  # environment variable: JSON of a run directory and a cell's name
+VARIABLE = "FAULT_OF_A_TEST"  # environment variable: JSON of a run directory and a cell's name
 STRUCK, WITNESSES, PIDS = "struck", "witnesses.jsonl", "pids.json"
 STEP = 1  # of the weights that are served, trained, published or saved
 SLOW_S, PARTITION_S = 20.0, 60.0
@@ -46,7 +46,7 @@ def arm(run_dir: Path, cell: Cell | None) -> Kill | None:
     _cell, _run_dir = cell, run_dir
     if cell is None:
         return None
-    vars(kill_points).update(_strike=_watched, introduce=introduce)
+    vars(kill_points).update(_strike=strike, introduce=introduce)
     _watch_driver(cell.moment)
     if cell.moment not in _WHERE:
         return None
@@ -65,6 +65,8 @@ def introduce(**pids: int) -> None:
     new = _run_dir / "pids.new"
     new.write_text(json.dumps(named))
     new.rename(_run_dir / PIDS)
+    with (_run_dir / "introduced.jsonl").open("a") as out:
+        out.write(json.dumps(pids) + "\n")
 
 
 def witnesses(run_dir: Path) -> list[dict[str, Any]]:
@@ -86,12 +88,6 @@ def run_dir() -> Path:
 
 
 # ---- striking
-
-
-def _watched(**seen: Any) -> None:
-    """In place of `kill_points._strike`."""
-    strike(**seen)
-    vars(kill_points)["_kill"] = None
 
 
 def strike(**seen: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,12 +45,17 @@ def read(path: Path = RESULTS) -> dict[str, Result]:
 
 
 def keep(result: Mapping[str, Any], path: Path = RESULTS) -> None:
-    """Replaces the line of its cell."""
-    found = read(path) | {result["cell"]: dict(result)}
-    new = path.with_suffix(".new")
-    lines = [json.dumps(found[cell.name], ensure_ascii=False) for cell in cells() if cell.name in found]
-    new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    new.rename(path)
+    """Replaces the line of its cell. Other programs may do so at the same time."""
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        found = read(path) | {result["cell"]: dict(result)}
+        new = path.with_suffix(".new")
+        lines = [json.dumps(found[cell.name], ensure_ascii=False) for cell in cells() if cell.name in found]
+        new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        new.rename(path)
+    finally:
+        os.close(directory)
 
 
 def faults_of(result: Mapping[str, Any]) -> list[str]:
@@ -61,6 +68,9 @@ def faults_of(result: Mapping[str, Any]) -> list[str]:
         out.append("the fault did not strike at its moment")
     if result["did"] != expected.outcome:
         out.append(f"it {result['did']}")
+    elif expected.outcome != "ends" and tuple(result["replaced"]) != expected.replaced:
+        names = [", ".join(parts) or "nothing" for parts in (result["replaced"], expected.replaced)]
+        out.append(f"{names[0]} was replaced in place of {names[1]}")
     if expected.outcome == "ends" and result["did"] == "ends" and not result["sentence"]:
         out.append("no sentence was printed")
     if result["ledger"] != "closed":

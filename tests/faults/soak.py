@@ -1,11 +1,9 @@
 """A run that is struck by a random fault every so often, and what that costs: python -m tests.faults.soak --minutes 10
 
 The run is that of plain.py, without an end. Each fault is drawn from `FAULTS` by the seed; every third is followed by
-another within its recovery. When the command ends, or hangs, it is killed and started again with --resume, as a batch
-system does. Lost are the seconds between the ends of two steps beyond those of an undisturbed step, so what is trained
+another within its recovery. A driver that has died, or that hangs and is killed, is started again with --resume, as by
+--supervise. Lost are the seconds between the ends of two steps beyond those of an undisturbed step, so what is trained
 again is lost too. The result is a line of soaks.jsonl and a table of docs/reliability.md.
-
-Not struck: ranks by SIGSTOP, for the stand-in of Ray's actors has no time limit of a call (the matrix plays it).
 """
 
 from __future__ import annotations
@@ -34,59 +32,59 @@ import psutil
 
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.report.metrics import TIMINGS
-from tests.faults import page, plain, points, record
+from tests.faults import driver, page, plain, points, record
+from tests.faults.compared import Rows, lines_of, sentence
 from tests.faults.costs import GOAL, SHARE, STEP_S, Struck, cost, goodput
-from tests.support import kill_points, local_parts, local_run
-from tests.support.forked import Forked, answers
-from tests.support.local_run import Runs
+from tests.support import kill_points, local_parts
+from tests.support.local_run import OF_SERVERS, Runs
 
 EVERY_S = 120.0
 LARGE = f"goodput of {STEP_S:g} s steps, {SHARE:.0%} of them struck (goal {GOAL:g})"
+DIFFERS = "steps that differ from the undisturbed run"
+ENDED = "ends of the command, but by a fault or at the end"
 MOST_STEPS = 1_000_000
-HUNG_S = 40.0  # without the end of a step after a fault, after which the command is killed
-COMPARED = 40  # steps of the undisturbed run, at most
-SPARES = 12
+HUNG_S = 15.0  # after which a driver that is stopped is killed
+COMPARED = 20  # steps of the undisturbed run, at most
 ROLES = ("rank", "server head", "teacher", "reward")  # that a run has beside the driver
-FAULTS = (
-    *(("driver", kind) for kind in ("SIGKILL", "SIGSTOP", "slow")),
-    *(("rank", kind) for kind in ("SIGKILL", "slow")),
-    *((role, kind) for role in ("server", "teacher", "reward") for kind in ("SIGKILL", "SIGSTOP", "slow")),
-)
+KINDS = ("SIGKILL", "SIGSTOP", "slow")
+FAULTS = [(role, kind) for role in ("driver", "rank", "server", "teacher", "reward") for kind in KINDS]
+STOPPED = 128 + signal.SIGTERM
 
 
-def drive(run_dir: Path, home: Path, settings: Sequence[str]) -> int:
-    """The driver's process; the present process of each role is in pids.json."""
-    spares = [
-        Forked(f"teacher {i}", answers(local_run._Server), run_dir / "logs" / f"teacher_{i}.log") for i in range(4)
-    ]
-    plain._serve_teacher(spares, home)
-    made = local_parts.LocalServers.__init__
-    replace = local_parts.LocalServers.replace
-    now: dict[str, int] = {"driver": os.getpid()}
+def drive(run_dir: Path, home: Path, settings: Sequence[str], spares: int) -> int:
+    """The driver's process; the present process of each role, and all that are in use, are in pids.json."""
+    from miles_like.stopping import Stopped
 
-    def tell(self: Any) -> None:
-        role = "teacher" if isinstance(self, plain._TeacherServers) else "server"
-        now[role] = self._processes[-1].pid
+    of_role: dict[str, list[int]] = {"driver": [os.getpid()]}
+
+    def tell() -> None:
         new = run_dir / "pids.new"
-        new.write_text(json.dumps(now))
+        used = [pid for pids in of_role.values() for pid in pids]
+        new.write_text(json.dumps({role: pids[-1] for role, pids in of_role.items()} | {"used": used}))
         new.rename(run_dir / points.PIDS)
 
-    def making(self: Any, *arguments: Any, **more: Any) -> None:
-        made(self, *arguments, **more)
-        tell(self)
+    def noting(of: type, method: str, role: Any, processes: str) -> None:
+        plain_method = getattr(of, method)
 
-    def replacing(self: Any, *arguments: Any, **more: Any) -> None:
-        replace(self, *arguments, **more)
-        tell(self)
+        def called(self: Any, *arguments: Any, **more: Any) -> None:
+            plain_method(self, *arguments, **more)
+            of_role[role(self)] = [process.pid for process in getattr(self, processes)]
+            tell()
 
-    local_parts.LocalServers.__init__ = making  # type: ignore[method-assign]
-    local_parts.LocalServers.replace = replacing  # type: ignore[method-assign]
-    vars(kill_points).update(introduce=lambda **pids: now.update(rank=pids["rank"]))
+        setattr(of, method, called)
+
+    def served(servers: Any) -> str:
+        return "teacher" if isinstance(servers, driver.TeacherServers) else "server"
+
+    for method in ("__init__", "restart"):
+        noting(local_parts.LocalServers, method, served, "_processes")
+    noting(local_parts.LocalTrainer, "__init__", lambda trainer: "rank", "_ranks")
+    vars(kill_points).update(introduce=lambda **pids: None)
     try:
-        return local_run.drive(run_dir, home, settings, None, spares=SPARES)
-    finally:
-        for process in spares:
-            process.kill()
+        return driver.drive(run_dir, home, settings, "", spares)
+    except Stopped as e:
+        print(e, flush=True)
+        return e.status
 
 
 class Service(plain.RewardService):
@@ -111,17 +109,19 @@ class Soak:
         self.runs, self.run_dir = runs, where / "soak"
         self.run_dir.mkdir()
         self.minutes, self.every_s, self.draw = minutes, every_s, random.Random(seed)
-        self.seed, self.struck, self.starts = seed, list[Struck](), 0
+        self.seed, self.struck, self.starts, self.ends = seed, list[Struck](), 0, list[str]()
+        self.spares = max(6, int(minutes * 60 / every_s))
         self.samples: list[tuple[float, dict[str, float]]] = []
         self._over = threading.Event()
 
     def run(self) -> dict[str, Any]:
         before = _left_behind()
         began = time.monotonic()
-        with Service(self.run_dir, "") as reward, plain.Rows(self.run_dir) as rows:
+        with Service(self.run_dir, "") as reward, Rows(self.run_dir) as rows:
             self.rows = rows
             ours = [plain.settings_of(self.runs.home, reward.port, role, steps=MOST_STEPS) for role in ROLES]
-            self.settings = [*dict.fromkeys(word for words in ours for word in words), f"rollout.restarts={SPARES}"]
+            patience = [f"rollout.restarts={self.spares}", f"cluster.rebuilds={self.spares}", "cluster.timeout_s=30"]
+            self.settings = [*dict.fromkeys(word for words in ours for word in words), *patience]
             threads = [threading.Thread(target=of, daemon=True) for of in (self._strike_often, self._measure)]
             for thread in threads:
                 thread.start()
@@ -144,15 +144,11 @@ class Soak:
             ended = threading.Event()
             watch = threading.Thread(target=self._end_what_hangs, args=(ended, until), daemon=True)
             watch.start()
-            with contextlib.suppress(AssertionError):
-                self.runs.call(
-                    self.run_dir / "driver.log",
-                    _stoppable,
-                    self.run_dir,
-                    self.runs.home,
-                    self.settings,
-                    timeout_s=60 * self.minutes + 600,
-                )
+            given = (self.run_dir, self.runs.home, self.settings, self.spares)
+            limit_s = 60 * self.minutes + 600
+            code = self.runs.call(self.run_dir / "driver.log", drive, *given, timeout_s=limit_s)
+            if code not in (-signal.SIGKILL, STOPPED):
+                self.ends.append(f"status {code}: {sentence(self.run_dir / 'driver.log')}")
             ended.set()
             watch.join()
 
@@ -161,6 +157,7 @@ class Soak:
             now = time.monotonic()
             last = self.rows.seen[-1][0] if self.rows.seen else now
             since = [s.at for s in self.struck if s.at > last]
+            stopped = [s.at for s in self.struck if s.at > last and (s.role, s.kind) == ("driver", "SIGSTOP")]
             pid = self._pid("driver")
             if pid is None:
                 continue
@@ -168,7 +165,7 @@ class Soak:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
                 ended.wait(60)
-            elif since and now - since[0] > HUNG_S and _stopped(pid):
+            elif stopped and now - stopped[0] > HUNG_S and _stopped(pid):
                 os.kill(pid, signal.SIGKILL)
             if now > until + 90:
                 with contextlib.suppress(ProcessLookupError):
@@ -209,10 +206,12 @@ class Soak:
         """Of the driver and all that it started, while no fault is being recovered from."""
         while not self._over.wait(2.0):
             last = self.rows.seen[-1][0] if self.rows.seen else 0.0
-            if (pid := self._pid("driver")) is None or any(s.at > last for s in self.struck):
+            if not last or any(s.at > last for s in self.struck):
                 continue
-            with contextlib.suppress(psutil.Error):
-                family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+            with contextlib.suppress(psutil.Error, OSError, ValueError):
+                used = json.loads((self.run_dir / points.PIDS).read_text())["used"]
+                family = [psutil.Process(one) for one in used]  # without those that wait to replace others
+                family += [child for one in family[1:] for child in one.children(recursive=True)]
                 found = {
                     "memory_mib": sum(p.memory_full_info().uss for p in family) / 2**20,
                     "files": float(sum(p.num_fds() for p in family)),
@@ -227,14 +226,12 @@ class Soak:
         """Seconds of a step of the undisturbed run, and what differs from it in its steps."""
         run_dir = self.run_dir.with_name("undisturbed")
         run_dir.mkdir()
-        with plain.Rows(run_dir) as rows:
+        with Rows(run_dir) as rows:
             stop = partial(_ended_after, run_dir, steps, rows)
             watch = threading.Thread(target=stop, daemon=True)
             watch.start()
-            with contextlib.suppress(AssertionError):
-                self.runs.call(
-                    run_dir / "driver.log", _stoppable, run_dir, self.runs.home, self.settings, timeout_s=1200
-                )
+            given = (run_dir, self.runs.home, self.settings, 0)
+            self.runs.call(run_dir / "driver.log", drive, *given, timeout_s=1200)
             watch.join()
         times = [when for when, step in rows.seen if step > 0]
         seconds = statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else 0.0
@@ -255,19 +252,27 @@ class Soak:
             "faults": len(self.struck),
             "of them within a recovery": sum(s.in_recovery for s in self.struck),
             "starts of the command": self.starts,
+            ENDED: "; ".join(self.ends) or "none",
+            "replaced within the run": self._replaced(),
             "steps": steps,
             "seconds of an undisturbed step": round(step_s, 2),
             "seconds lost a fault": f"median {statistics.median(lost):.1f}, most {max(lost):.1f}" if lost else "",
             "faults whose recovery was not seen": len(found) - len(known),
             "goodput of this run": round(min(1.0, steps * step_s / wall), 3),
             LARGE: large and round(large, 3),
-            "steps that differ from the undisturbed run": ", ".join(differs) or "none",
+            DIFFERS: ", ".join(differs) or "none",
             "ledger": ledger.wrong or "closed",
             "trained twice or lost": 0 if ledger.wrong is None else ledger.wrong,
             **self._flat(),
             "left in temporary directories": ", ".join(f"{k}: {n}" for k, n in sorted(left.items())) or "nothing",
         }
         return figures | {"commit": record.product_commit(), "date": record.today()}
+
+    def _replaced(self) -> str:
+        lives = [line["restarted"] for line in lines_of(self.run_dir / driver.CHANGES) if "restarted" in line]
+        log = (self.run_dir / "driver.log").read_text(errors="replace")
+        counts = Counter(lives) + Counter(ranks=log.count("Trainer ranks were rebuilt"))
+        return ", ".join(f"{name}: {n}" for name, n in sorted(counts.items())) or "none"
 
     def _flat(self) -> dict[str, str]:
         """First and last quarter."""
@@ -287,17 +292,7 @@ def _stopped(pid: int) -> bool:
     return False
 
 
-def _stoppable(run_dir: Path, home: Path, settings: Sequence[str]) -> int:
-    from miles_like.stopping import Stopped
-
-    try:
-        return drive(run_dir, home, settings)
-    except Stopped as e:
-        print(e, flush=True)
-        return e.status
-
-
-def _ended_after(run_dir: Path, steps: int, rows: plain.Rows) -> None:
+def _ended_after(run_dir: Path, steps: int, rows: Rows) -> None:
     deadline = time.monotonic() + 1200
     while time.monotonic() < deadline:
         time.sleep(0.2)
@@ -309,15 +304,13 @@ def _ended_after(run_dir: Path, steps: int, rows: plain.Rows) -> None:
 
 def _rows(run_dir: Path) -> dict[int, dict[str, Any]]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: {k: v for k, v in row.items() if not k.startswith((*TIMINGS, "sync/"))} for row in lines}
+    return {row["step"]: {k: v for k, v in row.items() if not k.startswith((*TIMINGS, *OF_SERVERS))} for row in lines}
 
 
 def _left_behind() -> Counter[str]:
-    """Names of what is in the temporary directories, without the random part."""
-    names = [p.name for d in (tempfile.gettempdir(), "/dev/shm") for p in Path(d).iterdir()]
-    return Counter(
-        name[: name.find("-") + 1 or 5] for name in names if name.startswith(("ranks-", "torch_", "sem.", "pymp-"))
-    )
+    """Names of what is in the temporary directory, without the random part."""
+    names = [p.name for p in Path(tempfile.gettempdir()).iterdir()]
+    return Counter(name[: name.find("-") + 1 or 5] for name in names)
 
 
 def keep(figures: dict[str, Any]) -> None:
@@ -332,18 +325,22 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every", type=float, default=EVERY_S, help="seconds between two faults")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dry", action="store_true", help="keep no result")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as made:
         where = Path(made)
-        (where / "home").mkdir()
+        for name in ("home", "tmp"):
+            (where / name).mkdir()
+        os.environ["TMPDIR"] = tempfile.tempdir = str(where / "tmp")
         with Runs(where / "home") as runs:
             figures = Soak(runs, where, args.minutes, args.every, args.seed).run()
         if kept := os.environ.get("KEEP_CELLS"):
             shutil.copytree(where / "soak", Path(kept) / "soak", dirs_exist_ok=True)
-    keep(figures)
-    page.write()
+    if not args.dry:
+        keep(figures)
+        page.write()
     print(json.dumps(figures, indent=1))
-    wrong = figures["ledger"] != "closed" or figures["steps that differ from the undisturbed run"] != "none"
+    wrong = figures["ledger"] != "closed" or figures[DIFFERS] != "none" or figures[ENDED] != "none"
     return int(wrong or (figures[LARGE] or 0.0) < GOAL)
 
 

@@ -1,5 +1,5 @@
-"""A cell of the fault matrix on two nodes of Linux namespaces with Ray: the product's own command, one rank and one
-server on each node.
+"""A cell of the fault matrix on two nodes of Linux namespaces with Ray: the product's own command with --supervise, one
+rank and one server on each node.
 
 A process at the moment writes the witness and waits there; the player, outside of the nodes, then strikes, for it alone
 sees all processes. A run that ended is resumed on two new nodes. The undisturbed run is one on plain processes, to
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,18 +26,24 @@ import psutil
 from miles_like.cluster import trainer_ranks
 from tests.faults import effects, plain, points
 from tests.faults.cells import Cell
+from tests.faults.compared import Rows, compared, recovery_s, sentence
 from tests.support import kill_points
 from tests.support.local_run import QUICK, TINY, Runs
 from tests.support.namespaces import Cluster, nodes
 
-RUN_S = 200.0  # limit of a run
-CALL_S = {"partition": 100.0}  # cluster.timeout_s of a kind
+RUN_S = 420.0  # limit of a run
+CALL_S = 60.0  # cluster.timeout_s
 SETTINGS = (
     *QUICK,
     "parallel.dp=2",
     "rollout.servers=2",
     "rollout.request_timeout_s=20.0",
     "rollout.restarts=3",
+    "rollout.workers=0",
+    "train.groups_per_step=2",
+    "rollout.max_new_tokens=8",
+    "cluster.rebuilds=3",
+    "checkpoint.restart_wait_s=0",
     "publish.parts_timeout_s=15",
     "mismatch.checksums_every=1",
     "eval.every=0",
@@ -64,7 +71,8 @@ def armed(environment: Any) -> Cell | None:
         return None
     run_dir, name = json.loads(text)
     cell = Cell.named(name)
-    kill_points.arm(Path(run_dir), points.arm(Path(run_dir), cell))
+    kill = points.arm(Path(run_dir), cell)
+    kill_points.arm(Path(run_dir), () if kill is None else (kill,))
     return cell
 
 
@@ -97,45 +105,65 @@ def play(cell: Cell, runs: Runs, where: Path, run_dir: Path) -> dict[str, Any]:
     turns = plain.TURNS if cell.moment == "asleep" else ()
     whole = undisturbed(runs, where / ("spread-turns" if turns else "spread-whole"), turns)
     run_dir.mkdir(parents=True)
-    given = settings(runs.home, where, cell, turns)
-    with plain.Rows(run_dir / "run") as rows:
+    given = settings(runs.home, where, turns)
+    with Rows(run_dir / "run") as rows:
         if cell.moment == "resuming":
             with _cluster(run_dir / "first") as cluster:
                 code = _end(_start(cluster, run_dir, [*given, f"train.steps={points.STEP}"], "first.log"))
-            assert code == 0, f"the first half ended with {code}: {plain.sentence(run_dir / 'first.log')}"
+            assert code == 0, f"the first half ended with {code}: {sentence(run_dir / 'first.log')}"
         with _cluster(run_dir / "struck-nodes") as cluster:
             resumed = cell.moment == "resuming"
             process = _start(cluster, run_dir, given, "driver.log", cell=cell.name, resume=resumed)
             with _Striker(cluster, run_dir, cell):
                 code = _end(process)
-        did, again = plain.outcome_of(code, run_dir), 0
-        if did != "goes on":
+        others, again = replaced(run_dir / "driver.log"), 0
+        did = outcome_of(code, others)
+        if did not in ("goes on", "is restarted"):
             with _cluster(run_dir / "new-nodes") as cluster:
                 ended = _end(_start(cluster, run_dir, given, "resumed.log", resume=True))
                 again = -1 if ended is None else ended
     found = points.witnesses(run_dir)
-    resumed_as = f"{did}; the resumed run ended with {again}: {plain.sentence(run_dir / 'resumed.log')}"
+    resumed_as = f"{did}; the resumed run ended with {again}: {sentence(run_dir / 'resumed.log')}"
     return {
         "did": did if again == 0 else resumed_as,
-        "sentence": plain.sentence(run_dir / "driver.log"),
+        "replaced": others,
+        "sentence": sentence(run_dir / "driver.log"),
         "witness": {"seen": found[0]["seen"]} if found else None,
         "seconds": rows.until_next(found[0]["at"]) if found else None,
+        "recovery_s": recovery_s(run_dir, run_dir / "driver.log", found[0]["at"]) if found else None,
         "took_s": round(time.monotonic() - began, 1),
         "struck": bool(found) and points.believed(found[0]) and (run_dir / points.STRUCK).exists(),
-        **plain.compared(run_dir / "run", whole),
+        **compared(run_dir / "run", whole, plain.STEPS),
     }
 
 
-def settings(home: Path, where: Path, cell: Cell, turns: Sequence[str]) -> list[str]:
+def outcome_of(code: int | None, others: Sequence[str]) -> str:
+    """code: exit status of the command; None: it was killed at the limit."""
+    if code is None:
+        return f"hangs for {RUN_S:g} s"
+    if code == 0:
+        return "is restarted" if "driver" in others else "goes on"
+    return "ends" if code == 2 else f"ended with status {code}"
+
+
+def replaced(log: Path) -> list[str]:
+    """Parts that are other processes than at the start, as the command said."""
+    text = " ".join(log.read_text(errors="replace").split())
+    said = {"driver": "supervise: the driver", "ranks": "Trainer ranks were rebuilt", "server": ") is restarting"}
+    return [part for part, words in said.items() if words in text]
+
+
+def settings(home: Path, where: Path, turns: Sequence[str]) -> list[str]:
     """Of a run over two nodes, on the shared disk."""
-    timeout_s = CALL_S.get(cell.kind, 30.0)
+    if not (model := (where / "hf").resolve()).exists():  # where it stays, and is converted once
+        shutil.copytree((home / "hf").resolve(), model)
     return [
         *SETTINGS,
         *turns,
         f"train.steps={plain.STEPS}",
         "cluster.nodes=2",
-        f"cluster.timeout_s={timeout_s:g}",
-        f"model.path={(home / 'hf').resolve()}",
+        f"cluster.timeout_s={CALL_S:g}",
+        f"model.path={model}",
         "model.make=false",
         f"cache_dir={where / 'cache'}",
     ]
@@ -143,6 +171,7 @@ def settings(home: Path, where: Path, cell: Cell, turns: Sequence[str]) -> list[
 
 def undisturbed(runs: Runs, run_dir: Path, turns: Sequence[str]) -> Path:
     if not (run_dir / "done").exists():
+        shutil.rmtree(run_dir, ignore_errors=True)
         code = runs.run(run_dir, [*SETTINGS, *turns, f"train.steps={plain.STEPS}"])
         assert code == 0, f"the undisturbed run ended with {code}: {run_dir}/driver.log"
         (run_dir / "done").touch()
@@ -165,6 +194,7 @@ def _start(
     spec = ",".join(f"{name}='{value}'" for name, value in fault.items())
     words = [w for s in (*given, *([f"cluster.env={{{spec}}}"] if fault else [])) for w in ("--set", s)]
     train = ["train", str(TINY), "--run-dir", str(run_dir / "run"), "--ray-address", cluster.ray_address, *words]
+    train += ["--supervise"]
     with (run_dir / log).open("ab") as out:
         program = [sys.executable, "-c", "from tests.faults.spread import command; command()"]
         process: subprocess.Popen[bytes] = cluster[_DRIVER].popen(

@@ -60,8 +60,9 @@ def test_each_cell_has_one_expectation_and_no_rule_is_idle() -> None:
 def result(**changes: Any) -> dict[str, Any]:
     good = {
         "cell": "rank / mid-step / SIGKILL",
-        "did": "ends",
-        "sentence": "a rank died",
+        "did": "goes on",
+        "replaced": ["ranks"],
+        "sentence": "",
         "seconds": 3.0,
         "ledger": "closed",
         "differs": [],
@@ -77,8 +78,11 @@ def result(**changes: Any) -> dict[str, Any]:
     [
         ({}, []),
         ({"struck": False}, ["the fault did not strike at its moment"]),
-        ({"did": "goes on"}, ["it goes on"]),
-        ({"sentence": ""}, ["no sentence was printed"]),
+        ({"did": "ends"}, ["it ends"]),
+        ({"replaced": []}, ["nothing was replaced in place of ranks"]),
+        ({"replaced": ["ranks", "server"]}, ["ranks, server was replaced in place of ranks"]),
+        ({"cell": "rank / idle / garbage", "did": "ends"}, ["no sentence was printed"]),
+        ({"cell": "rank / idle / garbage", "did": "ends", "sentence": "a loss is NaN"}, []),
         ({"ledger": "line 3: a group is trained twice"}, ["ledger: line 3: a group is trained twice"]),
         ({"differs": ["weights"]}, ["not bitwise: weights"]),
         ({"broken": "it hung"}, ["the cell was not played to its end: it hung"]),
@@ -100,7 +104,7 @@ def test_a_witness_is_believed_only_of_its_moment() -> None:
 
 def test_a_result_replaces_the_line_of_its_cell_and_a_cell_without_one_is_due(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
-    for kept in (result(), result(cell="driver / idle / SIGKILL", did="is ended"), result(commit="def5678")):
+    for kept in (result(), result(cell="driver / idle / SIGKILL", did="is restarted"), result(commit="def5678")):
         record.keep(kept, file)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["cell"], line["commit"]) for line in lines] == [
@@ -116,9 +120,9 @@ def test_the_page_is_what_the_results_say() -> None:
     text = page.PAGE.read_text(encoding="utf-8")
     assert page.renewed(text) == text
     assert set(record.read()) == {json.loads(line)["cell"] for line in record.RESULTS.read_text().splitlines()}
-    wrong = page.section({"rank / mid-step / SIGKILL": result(differs=["weights"])}, [])
-    assert "| rank / mid-step / SIGKILL | ends | not bitwise: weights (it printed: a rank died) |" in wrong
-    assert "ends, 3 s ≠ !" in wrong
+    wrong = page.section({"rank / mid-step / SIGKILL": result(differs=["weights"], sentence="a rank died")}, [])
+    assert "| rank / mid-step / SIGKILL | goes on | not bitwise: weights (it printed: a rank died) |" in wrong
+    assert "goes on, 3 s ≠ !" in wrong
 
 
 def test_throttled_processes_go_on_and_one_that_is_gone_is_no_error() -> None:

@@ -1,5 +1,5 @@
-"""Law: a run that a fault strikes goes on, or ends with one sentence and is resumed; either way it ends as the run that
-nothing struck, and its ledger is closed.
+"""Law: a run that a fault strikes goes on with the same driver, or is started again by --supervise; either way it ends
+as the run that nothing struck, its ledger is closed, and only what was lost is another process.
 
 A few cells of the matrix, on plain processes; `make faults` plays all of them, and keeps the results in
 tests/faults/results.jsonl, which docs/reliability.md shows. A cell that does not hold today is no test here.
@@ -18,12 +18,13 @@ from tests.support.chosen import later
 from tests.support.local_run import Runs
 
 HERE = "tests/faults/test_fault_matrix.py"
-FIRST = ("rank / mid-step / SIGKILL", "server head / generating / SIGKILL")
+FIRST = ("rank / mid-step / SIGKILL", "server head / generating / SIGKILL", "driver / mid-save / SIGKILL")
 LATER = (
-    "driver / mid-save / SIGKILL",
+    "rank / mid-publish / SIGSTOP",
+    "server part / generating / SIGKILL",
+    "server head / mid-publish / SIGSTOP",
     "teacher / mid-step / SIGKILL",
     "reward / generating / SIGKILL",
-    "server head / mid-publish / SIGKILL",
 )
 
 

@@ -34,7 +34,7 @@ ON_DEMAND = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.deepseek_v3.configuration_deepseek_v3",
 )
-USERS_ERRORS = (ValueError, RuntimeError, OSError)  # one sentence each, as the command line says them
+USERS_ERRORS = (ValueError, RuntimeError, OSError, MemoryError)  # one sentence each, as the command line says them
 BUSY_S = 240.0  # for what an idle machine does in fifteen seconds
 _PDEATHSIG, _SUBREAPER = 1, 36  # of prctl(2)
 

@@ -124,9 +124,7 @@ def watched_rank(rank_class: type) -> Any:
 
 def watched_class(rank_class: type) -> type:
     """Of ranks that strike at their points."""
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as writer
-
-    write = writer.write_preloaded_data
+    originals = list[Any]()
 
     class Watched(rank_class):  # type: ignore[misc]
         def start(self, *arguments: Any) -> Any:
@@ -141,6 +139,9 @@ def watched_class(rank_class: type) -> type:
 
         def save(self, path: Path, asynchronous: bool) -> None:
             """`where` "shards": when this rank has written one of its files, not all."""
+            from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as writer
+
+            originals.append(writer.write_preloaded_data)
             kill = _at("save", int(path.parent.name.removeprefix("step_")))
             mine = kill is not None and kill.where == "shards" and self.rank == 0
 
@@ -148,7 +149,7 @@ def watched_class(rank_class: type) -> type:
                 if mine and i == 1:
                     partial = path.with_name(path.name + ".partial")
                     _strike(files=sorted(p.name for p in partial.iterdir()), whole=path.exists())
-                return write(transforms, i, *rest)
+                return originals[0](transforms, i, *rest)
 
             writer.write_preloaded_data = staticmethod(watched)
             super().save(path, asynchronous)

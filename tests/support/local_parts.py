@@ -8,15 +8,17 @@ import contextlib
 import pickle
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_bridge.config import TrainerConfig
+from miles_like.cluster.call_deadlines import CallDeadlines
 from miles_like.cluster.factories import MegatronFactory
 from miles_like.cluster.placement import Role, Slot
 from miles_like.cluster.rank import Rank
 from miles_like.cluster.trainer_ranks import RayTrainer
+from miles_like.nodes.waits import timed_out
 from miles_like.protocols import LossFn
 from miles_like.run.setup.launcher import Launcher
 from miles_like.run.setup.model_plan import ModelPlan
@@ -68,6 +70,14 @@ class LocalServers:
     def _url(self, i: int) -> str:
         return f"http://127.0.0.1:{self._ports[i]}"
 
+    def replace(self, urls: Collection[str], say: Any = None) -> None:
+        for number in [i for i in range(len(self._ports)) if self._url(i) in urls]:
+            self.restart(number)
+            self._wait(number)
+
+    def ended(self, url: str) -> bool:
+        return any(process.ended for i, process in enumerate(self._processes) if self._url(i) == url)
+
     # ---- as RayServers, of a run that goes on without some of its servers
 
     def deaths(self) -> dict[int, str]:
@@ -118,6 +128,7 @@ class LocalServers:
             process.kill()
 
 
+_START_S = 600.0  # of ranks that start on a busy machine
 _ANSWER_S = 3.0  # of the other ranks, once one has failed
 
 
@@ -127,7 +138,11 @@ class LocalTrainer(RayTrainer):
 
     put = staticmethod(lambda value: value)  # type: ignore[assignment]
 
-    def __init__(self, factory: Any, ranks: Sequence[Forked], dp_size: int, role: Role, calls: Path) -> None:
+    def __init__(
+        self, factory: Any, ranks: Sequence[Forked], dp_size: int, role: Role, calls: Path, timeout_s: float = 1800.0
+    ) -> None:
+        """timeout_s: as cluster.timeout_s, of calls after "start"."""
+        self._deadlines = CallDeadlines(timeout_s)
         self.dp_size, self._ranks, self._version = dp_size, list(ranks), 0
         self.under_way, self._role, self._calls = "start", role, calls
         self._one_at_a_time = asyncio.Lock()  # as actors, which begin calls in the order in which they are sent
@@ -181,8 +196,10 @@ class LocalTrainer(RayTrainer):
             asyncio.ensure_future(asyncio.to_thread(rank.call, method, *a))
             for rank, a in zip(self._ranks, arguments, strict=True)
         ]
-        _, late = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
-        if late:  # those that wait for a rank which died, outside of a collective
+        began, limit = time.monotonic(), _START_S if method == "start" else self._deadlines.limit(method)
+        hangs = await timed_out(asked, limit)
+        late = {a for a in asked if not a.done()}
+        if late and not hangs:  # those that wait for a rank which died, outside of a collective
             await asyncio.wait(late, timeout=_ANSWER_S)
         errors = [e for a in asked if a.done() and (e := a.exception()) is not None]
         late_ones = [i for i, a in enumerate(asked) if not a.done()]
@@ -190,11 +207,15 @@ class LocalTrainer(RayTrainer):
             await self.close()
             await asyncio.wait(asked)
         self.under_way = "rollout"
+        if hangs:
+            why = f"did not answer within {limit:g} s"
+            raise self._lost_error(method, [self._lost_rank(i, why) for i in late_ones])
         gone = [i for i, a in enumerate(asked) if isinstance(a.exception(), Gone) and i not in late_ones]
         if gone:
             raise self._lost_error(method, [self._lost_rank(i, "its process died") for i in gone])
         for e in errors:
             raise e
+        self._deadlines.note(method, time.monotonic() - began)
         return [a.result() for a in asked]
 
 
@@ -232,7 +253,8 @@ class LocalLauncher(Launcher):
         factory, role = MegatronFactory(config, plan.weights, loss), slots[0].role
         processes = self.rank_processes[role].pop(0)
         self.starts(processes)
-        return LocalTrainer(factory, processes, plan.config.parallel.dp, role, plan.run_dir / "calls.txt")
+        c, calls = plan.config, plan.run_dir / "calls.txt"
+        return LocalTrainer(factory, processes, c.parallel.dp, role, calls, c.cluster.timeout_s)
 
     def workers(self, rollout: RolloutSide, urls: Mapping[int, str], teachers: TeacherPlaces, *, goes_on: bool) -> Any:
         """In the driver's process."""

@@ -125,10 +125,11 @@ def drive(
     in_server: Callable[[int], None] = lambda number: None,
     in_spare: Callable[[], None] = lambda: None,
     spares: int = 0,
+    spare_ranks: int | None = None,
 ) -> int:
     """The driver's process: the run from where it stands, to its end; the exit status of the command line. kill: one,
-    or several one after the other; ranks are there for as many losses. in_server: called in the process of each server
-    before it serves; in_spare: in those of the spares, which replace them."""
+    or several one after the other; ranks are there for as many losses, or for `spare_ranks`. in_server: called in the
+    process of each server before it serves; in_spare: in those of the spares, which replace them."""
     from rich.console import Console
 
     from miles_like.config.load import load_config
@@ -155,7 +156,7 @@ def drive(
             ]
             for role, make in makes.items()
         }
-        for _ in range(1 + (len(kills) if config.cluster.rebuilds else 0))
+        for _ in range(1 + (len(kills) if spare_ranks is None and config.cluster.rebuilds else spare_ranks or 0))
     ]
 
     def server(number: int) -> Any:

@@ -6,12 +6,13 @@ With FAKETIME_DONT_FAKE_MONOTONIC=1, libfaketime 0.9.10 lets clock_nanosleep of 
 
 import select
 import time
+from typing import SupportsIndex
 
 
-def _sleep(seconds: float) -> None:
-    if seconds < 0:
+def _sleep(seconds: SupportsIndex | float, /) -> None:
+    if float(seconds) < 0:
         raise ValueError("sleep length must be non-negative")
-    select.select([], [], [], seconds)
+    select.select([], [], [], float(seconds))
 
 
 time.sleep = _sleep
