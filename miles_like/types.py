@@ -420,6 +420,9 @@ class PublishReport:
     triton: float | None = (
         None  # share of rank 0's encoded weights that Triton kernels encoded; None: none were encoded
     )
+    packed: float | None = (
+        None  # share of the bytes of rank 0's buffers that a Triton kernel gathered; None: no buffers
+    )
 
     def followed_by(self, later: PublishReport) -> PublishReport:
         """Both publications of one version as one: their bytes and seconds are added, the rest is the later one's."""

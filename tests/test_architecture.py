@@ -62,8 +62,9 @@ RULES = {
     " rollout.guard rollout.server_key rollout.server_url rollout.vllm_command rollout.wire",
     "rollout.sglang.hooks": "",
     "rollout.vllm": f"{CONTRACTS} routing_replay rollout.concurrency rollout.seeds rollout.sglang rollout.wire",
-    "rollout.publish": f"{CONTRACTS} quant rollout.config rollout.server_key rollout.server_url rollout.sglang"
-    " rollout.wire",
+    "rollout.publish.kernels": "",
+    "rollout.publish": f"{CONTRACTS} quant rollout.config rollout.publish.kernels rollout.server_key"
+    " rollout.server_url rollout.sglang rollout.wire",
     "rollout.publish.directory": f"{CONTRACTS} miles_like.hf quant rollout.publish rollout.sglang rollout.vllm"
     " rollout.wire",
     "rollout.publish.reshard": f"{CONTRACTS} quant rollout.server_key rollout.sglang rollout.wire rollout.publish",
@@ -72,11 +73,12 @@ RULES = {
     "rollout.embedded.families": "",
     "rollout.embedded.device": "rollout.embedded.families",
     "rollout.embedded.cache": "rollout.embedded.device rollout.embedded.families",
+    "rollout.embedded.kernels": "quant.kernels.choice",
     "rollout.embedded.model": "miles_like.hf quant rollout.embedded.cache rollout.embedded.device"
-    " rollout.embedded.families rollout.wire",
+    " rollout.embedded.families rollout.embedded.kernels rollout.wire",
     "rollout.embedded.updates": "miles_like.types rollout.wire",
-    "rollout.embedded.engine": "miles_like.types rollout.embedded.cache rollout.embedded.device rollout.embedded.model"
-    " rollout.wire",
+    "rollout.embedded.engine": "miles_like.types rollout.embedded.cache rollout.embedded.device"
+    " rollout.embedded.kernels rollout.embedded.model rollout.wire",
     "rollout.embedded.ranks": "miles_like.hf quant rollout.embedded.cache rollout.embedded.model"
     " rollout.embedded.updates rollout.wire",
     "rollout.embedded.openai": "miles_like.hf miles_like.limits miles_like.types rollout.embedded.engine rollout.wire",

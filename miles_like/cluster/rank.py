@@ -20,6 +20,7 @@ from miles_like.protocols import RankTrainer, WeightPublisher
 from miles_like.records import PlannedMicroBatch
 from miles_like.types import MicroBatch, PublishReport, Scored, StepReport
 from quant.kernels.tally import ENCODED
+from rollout.publish.buffers import PACKED
 from rollout.publish.sources.publisher import SourcesPublisher
 from routing_replay.align import ShardSpec
 from routing_replay.rank_routes import RankRoutes
@@ -106,9 +107,9 @@ class Rank:
         self.trainer.load_copy(name, path)
 
     def publish(self, version: int) -> PublishReport:
-        before = ENCODED.now()
+        before, packed = ENCODED.now(), PACKED.now()
         report = self._publish(version)
-        return replace(report, triton=ENCODED.share_since(before))
+        return replace(report, triton=ENCODED.share_since(before), packed=PACKED.share_since(packed))
 
     def _publish(self, version: int) -> PublishReport:
         assert self.publisher is not None, "publish before connect"

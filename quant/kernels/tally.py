@@ -1,4 +1,4 @@
-"""How many weights this process has encoded by Triton kernels, and by PyTorch."""
+"""How much this process has computed by Triton kernels, and by PyTorch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Tally:
-    """Elements of weights that `Codec.encode` was given, since the process began."""
+    """What was counted since the process began."""
 
     triton: int = 0
     torch: int = 0
@@ -16,9 +16,9 @@ class Tally:
         return Tally(self.triton, self.torch)
 
     def share_since(self, before: Tally) -> float | None:
-        """Of what was encoded since, the share that Triton encoded; None: nothing was."""
+        """Of what was counted since, the share of Triton; None: nothing was."""
         triton, torch = self.triton - before.triton, self.torch - before.torch
         return triton / (triton + torch) if triton + torch else None
 
 
-ENCODED = Tally()
+ENCODED = Tally()  # elements of weights that `Codec.encode` was given

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from miles_like.types import NamedTensor
+from quant.kernels.choice import uses_triton
+from quant.kernels.tally import Tally
 from rollout.wire.flat import HEADER, Layout, aligned_layout, fill, flat_bytes
 
 BUCKETS = 3  # packed at the same time: one that servers load, the next, and one that is being packed
@@ -127,9 +129,22 @@ class Holder(Protocol):
 H = TypeVar("H", bound=Holder)
 
 
+PACKED = Tally()  # bytes of the buckets that this process has put into buffers
+
+
 def put(buffer: H, layout: Layout, tensors: Iterable[NamedTensor]) -> H:
-    """Copy a bucket into a buffer; returns the buffer."""
-    fill(buffer.memory, layout, tensors)
+    """Copy a bucket into a buffer; returns the buffer. A Triton kernel copies tensors of the buffer's device."""
+    tensors = list(tensors)
+    nbytes = flat_bytes(layout)
+    if uses_triton(buffer.memory) and all(t.device == buffer.memory.device for _, t in tensors):
+        from rollout.publish.kernels.gather import gather
+
+        found = {name: t.detach().contiguous() for name, t in tensors}
+        gather(buffer.memory, [found[t.name] for t in layout], [t.start for t in layout])
+        PACKED.triton += nbytes
+    else:
+        fill(buffer.memory, layout, tensors)
+        PACKED.torch += nbytes
     buffer.layout = layout
     return buffer
 

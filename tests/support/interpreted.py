@@ -16,13 +16,14 @@ from typing import Any
 from unittest.mock import patch
 
 
-def _begin() -> None:
+def _begin(megatron: bool) -> None:
     import torch
 
-    from megatron_bridge.device.device import init_device
-
     torch.set_num_threads(1)
-    init_device()  # before a function imports megatron
+    if megatron:
+        from megatron_bridge.device.device import init_device
+
+        init_device()  # before a function imports megatron
 
 
 def _called(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
@@ -30,12 +31,13 @@ def _called(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
 
 
 @contextmanager
-def interpreter() -> Iterator[Callable[..., Any]]:
-    """Yields a function that calls its first argument with the others in that process, and returns the result."""
+def interpreter(*, megatron: bool = True) -> Iterator[Callable[..., Any]]:
+    """Yields a function that calls its first argument with the others in that process, and returns the result.
+    megatron: whether they need it, which takes seconds to import."""
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_begin) as pool:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (megatron,)) as pool:
             yield lambda function, *arguments: pickle.loads(pool.submit(_called, function, arguments).result())
     finally:
         del os.environ["TRITON_INTERPRET"]

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.embedded.device.transfers import HOST, Transfers
+from rollout.embedded.kernels.chosen import by_triton
 from rollout.embedded.model.operations import Operations
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -73,6 +74,11 @@ class Draw:
         """[B]: what logits are divided by, in the distribution of the reported log-probs."""
         return np.where(self.greedy, np.float32(1), self.temperature)
 
+    @property
+    def cut(self) -> NDArray[np.bool_]:
+        """[B]: drawn from a part of the vocabulary."""
+        return np.asarray(((self.top_p < 1) | (self.top_k > 0) | (self.min_p > 0)) & ~self.greedy, np.bool_)
+
 
 def sample(logits: Tensor, draw: Draw, ops: Operations, transfers: Transfers = HOST) -> tuple[Tensor, Tensor]:
     """logits [B, V] -> tokens int64 [B] and their log-probs fp32 [B], on the device of `transfers` as the logits.
@@ -80,10 +86,12 @@ def sample(logits: Tensor, draw: Draw, ops: Operations, transfers: Transfers = H
     Log-probs are those of softmax(logits / temperature) over the whole vocabulary, before top-k, top-p and min-p; for
     greedy rows those of the raw logits at any temperature. Both are SGLang's convention.
     """
+    if by_triton(logits):
+        return _by_kernel(logits, draw, transfers)
     x = logits.float()
     greedy = draw.greedy
     temperature = draw.divisors
-    cut = ((draw.top_p < 1) | (draw.top_k > 0) | (draw.min_p > 0)) & ~greedy
+    cut = draw.cut
     host = (temperature, uniform(draw.keys, draw.positions), cut.nonzero()[0], greedy.nonzero()[0])
     at_cut = (a[cut] for a in (draw.top_p, draw.top_k, draw.min_p))
     divisors, u, cut_rows, greedy_rows, top_p, top_k, min_p = transfers.send(*map(torch.from_numpy, (*host, *at_cut)))
@@ -99,6 +107,23 @@ def sample(logits: Tensor, draw: Draw, ops: Operations, transfers: Transfers = H
     if greedy.any():
         tokens[greedy_rows] = x[greedy_rows].argmax(-1)
     return tokens, ops.logprob(x, tokens, ops.tp_shards)
+
+
+def _by_kernel(logits: Tensor, draw: Draw, transfers: Transfers) -> tuple[Tensor, Tensor]:
+    """`sample` by a Triton kernel; rows with top-k, top-p or min-p are drawn from sorted probabilities after it."""
+    from rollout.embedded.kernels.drawing import draw_tokens
+
+    cut, u = draw.cut, uniform(draw.keys, draw.positions)
+    places = np.where(draw.greedy, -1.0, u)
+    host = (draw.divisors, places, cut.nonzero()[0], u[cut], draw.top_p[cut], draw.top_k[cut], draw.min_p[cut])
+    divisors, sent, rows, u_cut, top_p, top_k, min_p = transfers.send(*map(torch.from_numpy, host))
+    tokens, logprobs = draw_tokens(logits, divisors, sent)
+    if cut.any():
+        x = logits[rows].float() / divisors[rows][:, None]
+        weights, ids = kept(x.softmax(-1), top_p=top_p, top_k=top_k, min_p=min_p)
+        chosen = ids.gather(1, _inverse(weights, u_cut)[:, None])
+        tokens[rows], logprobs[rows] = chosen[:, 0], x.log_softmax(-1).gather(1, chosen)[:, 0]
+    return tokens, logprobs
 
 
 def likeliest(

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from rollout.embedded.families.architecture import GroupedAttention, LatentAttention
+from rollout.embedded.kernels.cache_layout import CacheLayout
+from rollout.embedded.kernels.chosen import by_triton
 from rollout.embedded.model.batch import Chunk, ForwardBatch
 from rollout.embedded.model.operations import Operations
 from rollout.embedded.model.prepared import GroupedWeights, LatentWeights
@@ -55,6 +57,10 @@ def _grouped(
     cache.index_copy_(0, batch.slots, torch.cat([qk[:, a.heads :], v], 1).flatten(1))
     out = torch.empty(len(x), a.out_dim, dtype=x.dtype, device=x.device)
     for chunk in batch.chunks:
+        if _in_place(chunk, cache):
+            layout = CacheLayout.of_heads(a.kv_heads, a.head)
+            out[chunk.rows] = _attended(qk[chunk.rows, : a.heads], a.softmax_scale, chunk, cache, layout).flatten(1)
+            continue
         b, length = chunk.key_slots.shape
         past = cache.index_select(0, chunk.key_slots.reshape(-1)).view(b, length, 2 * a.kv_heads, a.head)
         keys, values = past[:, :, : a.kv_heads], past[:, :, a.kv_heads :]
@@ -99,12 +105,17 @@ def _latent_chunk(
     rounded, nor in bfloat16 on CPU, whose products round the absorbed query once more.
     """
     b, length = chunk.key_slots.shape
-    past = cache.index_select(0, chunk.key_slots.reshape(-1)).view(b, length, a.cache_width)
     absorb = ops.absorb and (cache.is_cuda or cache.dtype == torch.float32) and chunk.queries < _absorb_below(a)
     absorb = absorb and not kv_up.rounds_inputs
     by_head = kv_up.value().view(a.heads, a.nope + a.v_dim, a.kv_lora)
     if absorb:
         q_nope = torch.bmm(q_nope.transpose(0, 1), by_head[:, : a.nope]).transpose(0, 1)
+    if absorb and _in_place(chunk, cache):
+        layout = CacheLayout.of_latent(a.kv_lora, a.rope.dim)
+        out = _attended(torch.cat([q_nope, q_rope], -1), a.softmax_scale, chunk, cache, layout)  # [R, H, C]
+        return torch.bmm(out.transpose(0, 1), by_head[:, a.nope :].transpose(1, 2)).transpose(0, 1)
+    past = cache.index_select(0, chunk.key_slots.reshape(-1)).view(b, length, a.cache_width)
+    if absorb:
         k, v = past[:, :, None], past[:, :, None, : a.kv_lora]
     else:
         flat = past.flatten(0, 1)
@@ -113,6 +124,18 @@ def _latent_chunk(
     q = chunk.padded(torch.cat([q_nope, q_rope], -1))
     out = chunk.unpadded(ops.attention(q, k, v, a.softmax_scale, chunk.q_start))  # [R, H, C or v]
     return torch.bmm(out.transpose(0, 1), by_head[:, a.nope :].transpose(1, 2)).transpose(0, 1) if absorb else out
+
+
+def _in_place(chunk: Chunk, cache: Tensor) -> bool:
+    """Whether a Triton kernel attends for a chunk of decoded tokens, without copies of keys and values."""
+    return chunk.pad is None and by_triton(cache)
+
+
+def _attended(q: Tensor, scale: float, chunk: Chunk, cache: Tensor, layout: CacheLayout) -> Tensor:
+    """q [R, H, d] -> [R, H, values of a head]."""
+    from rollout.embedded.kernels.decode_attention import attend_in_place
+
+    return attend_in_place(q, cache, chunk.key_slots, chunk.q_start, scale, layout)
 
 
 def _expanded_chunk(a: LatentAttention, q: Tensor, chunk: Chunk, cache: Tensor, ops: Operations) -> Tensor:

@@ -1,7 +1,9 @@
 """The interface of the arithmetic of the model.
 
 All numbers that the engine computes are results of these functions, which map rows to rows. `plain_ops` implements it
-with fast kernels, `exact_ops` with bit-reproducible ones that the trainer shares.
+with fast kernels, `exact_ops` with bit-reproducible ones that the trainer shares. On a device that
+`quant/kernels/choice.py` names, the attention of decoded tokens and the draws are kernels of `rollout/embedded/kernels`
+instead.
 
 Letters: T tokens (rows), B sequences, Q query rows per sequence, L keys, H query heads, Hk key heads, E experts,
 K experts per token, V vocabulary.

@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 
 from miles_like.types import NamedTensor
 from rollout.embedded.engine.requests import Completed, PromptSpec, specs_of
+from rollout.embedded.kernels.chosen import by_triton
 from rollout.embedded.openai.text import Text
 from rollout.embedded.server.answers import (
     aside,
@@ -322,6 +323,7 @@ class Handlers:
             "weight_version": engine.version,  # the current one, not that of the command line
             "internal_states": [state],
             "exact_fingerprint": await self._call(lambda: getattr(engine.model.ops, "fingerprint", None)),
+            "triton": by_triton(engine.cache.values[0]),  # whether kernels attend to the cache and draw tokens
             "version": "embedded",
         }
         return json_reply(vars(self.args) | more)

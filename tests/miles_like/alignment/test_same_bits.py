@@ -143,3 +143,4 @@ def test_a_server_tells_what_bits_it_computes(tmp_path: Path, exact: tuple[int, 
         info = httpx.get(f"{server.url}/server_info", timeout=60, trust_env=False).json()
     assert info["exact_fingerprint"] == (None if exact is None else fingerprint())
     assert info["exact_parts"] == (None if exact is None else list(exact)) and info["dtype"]
+    assert info["triton"] is False, "a CPU has PyTorch"
