@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 
@@ -19,19 +19,21 @@ from miles_like.fleet.fleet import Fleet
 from miles_like.loop.recorder import Recorder
 from miles_like.protocols import Algorithm
 from miles_like.report.console import note
-from miles_like.rewards.load import Rewards
 from miles_like.run.rebuild.budget import RebuildBudget
 from miles_like.run.rebuild.layout import named, plan_on_rest, servers_of
 from miles_like.run.rebuild.lives import lost_ranks_error, run_through_losses
 from miles_like.run.rebuild.ranks import RunRanks, start_ranks
 from miles_like.run.setup.fleet import RunningServers, run_fleet
 from miles_like.run.setup.launcher import Launcher
+from miles_like.run.setup.prompts import Prompts
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.trainer_side import Resumed, RunFiles
 from miles_like.run.setup.turn_taking import release_servers
+from miles_like.run.watched.going_back import go_back, times_back
+from miles_like.run.watched.orders import GoingBack, Orders
+from miles_like.stopping import BY_ALERT, Stopped
 from miles_like.types import Json, RanksLostError
 from rollout.episodes.runner import EpisodeRunner
-from rollout.prompts.mix import PromptSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +42,6 @@ class Beginning:
 
     prompts: Mapping[str, Json]  # the state of their source
     random: Json  # as `random_state`
-
-
-class Prompts(Protocol):
-    """The prompts of a run and their rewards (miles_like.run.train)."""
-
-    @property
-    def source(self) -> PromptSource: ...
-    @property
-    def rewards(self) -> Rewards: ...
 
 
 class RebuildingRun(ABC):
@@ -65,6 +58,7 @@ class RebuildingRun(ABC):
     _ranks: dict[str, RayTrainer]  # of every model that is trained
     resumed: Resumed | None
     runner: EpisodeRunner
+    orders: Orders  # of this life
 
     life = 0  # how often ranks were rebuilt before
     fleet: Fleet | None = None  # of all lives; None: all servers serve, and the run ends with the first that fails
@@ -134,6 +128,36 @@ class RebuildingRun(ABC):
         life.attach(await asyncio.to_thread(start))
         return life
 
+    async def back(self, going: GoingBack) -> Self:
+        """As `Life.back`. The ranks stay where they are and load the checkpoint, but where they take turns with the
+        servers: they may sleep then, and are started again."""
+        files, most = self.files, self.rollout.plan.config.alerts.rollbacks
+        count = await asyncio.to_thread(times_back, files.plan.run_dir) + 1
+        new = await asyncio.to_thread(go_back, files, going)
+        again = f"step {new} has the weights of step {going.to}, the best checkpoint"
+        if count > most:
+            done = f"{again}; the run ends, since it went back {count} times (alerts.rollbacks = {most})"
+        else:
+            done = f"{again}; its prompts are sampled again under other seeds ({count} of {most} times)"
+        path = self.orders.note(going.event, done)
+        self.say(done)
+        if count > most:
+            await self.end_ranks()
+            raise Stopped(f"{going.event.sentence}; {done}; see {path}", BY_ALERT)
+        if self.rollout.plan.config.takes_turns:
+            return await self.next()
+        resumed = await asyncio.to_thread(files.resume)
+        life = copy(self)
+        life.resumed, life.runner = resumed, self.rollout.episode_runner()
+        life.lost, life.files.ends = None, True
+        life.attach(RunRanks(**self._ranks, reference=self.reference))
+        return life
+
+    async def end_ranks(self) -> None:
+        """Ends the ranks of all roles."""
+        for one in self.ranks:
+            await one.close()
+
     def _without_lost_nodes(self) -> tuple[RolloutSide, Collection[int]]:
         """The rollout's side, once nodes that are lost were replaced or left out, and the numbers of the servers that
         were there. Raises as `plan_on_rest`."""
@@ -160,7 +184,9 @@ class RebuildingRun(ABC):
 
     def goes_on(self, error: BaseException) -> bool:
         """Whether another life follows one that ends with `error`."""
-        return self._budget.left and (self.lost is not None or lost_ranks_error(error) is not None)
+        return isinstance(error, GoingBack) or (
+            self._budget.left and (self.lost is not None or lost_ranks_error(error) is not None)
+        )
 
     def go_on(self, recorder: Recorder, first: int) -> None:
         """Call before step `first` of a life. After a loss notes the seconds since the boundary at which this life
