@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -98,7 +98,7 @@ class Phases(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def watching_phases(watch: Watch, phases: Phases, tick_s: float = _TICK_S):  # type: ignore[no-untyped-def]
+async def watching_phases(watch: Watch, phases: Phases, tick_s: float = _TICK_S) -> AsyncIterator[None]:
     """Context: looks for a phase that does not end, of which no row will tell."""
 
     async def look() -> None:
