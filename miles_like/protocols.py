@@ -317,6 +317,21 @@ class GroupFilter(Protocol):
         """None: keep it. Otherwise the reason why it is discarded; another prompt is sampled in its place."""
 
 
+class RewardLog(Protocol):
+    """Counts calls of rewards (miles_like.report.reward_calls). causes: "timeout", "away", "unscored"."""
+
+    def begin(self, samples: int) -> None:
+        """The scores of so many samples are asked for."""
+
+    def end(self, samples: int, seconds: float) -> None:
+        """They are there, or were not to be had, after `seconds`."""
+
+    def retry(self, cause: str, samples: int) -> None: ...
+    def fail(self, cause: str, samples: int) -> None: ...
+    def metrics(self) -> Mapping[str, float]:
+        """Since the last call."""
+
+
 class MetricSink(Protocol):
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...

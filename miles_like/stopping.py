@@ -4,8 +4,8 @@ SIGTERM, as batch systems send it, sets a `StopRequest`, which the loop reads wh
 does not end within `grace_s`, or on a second SIGTERM, it is cancelled: servers are stopped, files closed. As with
 Ctrl-C, no exception is raised inside the code that runs at that moment: a user's reward with a bare `except` would
 swallow it and training would continue. Only code that blocks the event loop for `PATIENCE_S`, or until a further
-SIGTERM, is interrupted. The exit status is 143, saved or not, and 75 (EX_TEMPFAIL of sysexits.h) after the deadline.
-"""
+SIGTERM, is interrupted. The exit status is 143, saved or not, 75 (EX_TEMPFAIL of sysexits.h) after the deadline, and 3
+after an alert that stops the run."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ T = TypeVar("T")
 _running: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = {}  # by the thread of `run_to_end`
 STATUS = 128 + signal.SIGTERM
 TRY_AGAIN = os.EX_TEMPFAIL
+BY_ALERT = 3  # an alert has ended the run (docs/alerts.md)
 PATIENCE_S = 10.0
 
 

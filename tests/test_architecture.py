@@ -110,6 +110,7 @@ RULES = {
     "miles_like.batch": "routing_replay miles_like.types miles_like.records",
     "miles_like.config.sections": "quant.spec megatron_bridge.config rollout.config rollout.server_url"
     " miles_like.section miles_like.device_table miles_like.variables",
+    "miles_like.config.sections.watched": "miles_like.section",
     "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts miles_like.limits"
     " miles_like.section miles_like.config.sections",
     "miles_like.config.foreign": "miles_like.limits miles_like.config",
@@ -128,8 +129,12 @@ RULES = {
     "miles_like.rewards": f"{CONTRACTS} miles_like.config.sections miles_like.rewards",
     # miles_like: what a run keeps
     "miles_like.storage": CONTRACTS,
+    # rules about a run's metrics: pure, and what they send
+    "miles_like.alerts": f"{CONTRACTS} miles_like.config.sections",
     "miles_like.checkpoint": f"{CONTRACTS} routing_replay miles_like.config.sections miles_like.storage",
     "miles_like.report": f"{CONTRACTS} miles_like.config.sections miles_like.storage miles_like.checkpoint",
+    # whether one model is worse than another on the same problems
+    "miles_like.report.paired": f"{CONTRACTS} miles_like.alerts miles_like.config.sections miles_like.report",
     "miles_like.datasets": f"{CONTRACTS} rollout.prompts miles_like.config miles_like.rewards miles_like.storage",
     "miles_like.datasets.sampled": "miles_like.algorithms miles_like.datasets",
     # miles_like: the loop and the processes
@@ -188,17 +193,23 @@ RULES = {
     "miles_like.run.setup": f"{CONTRACTS} quant routing_replay rollout megatron_bridge miles_like.algorithms"
     " miles_like.batch miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience"
     " miles_like.fleet miles_like.nodes miles_like.pipeline miles_like.report miles_like.staging miles_like.storage"
-    " miles_like.supervised miles_like.rewards miles_like.turns miles_like.alignment",
+    " miles_like.supervised miles_like.rewards miles_like.turns miles_like.alignment miles_like.loop"
+    " miles_like.preflight",
+    # what alerts order: a run pauses, ends, or goes back to its best checkpoint
+    "miles_like.run.watched": f"{CONTRACTS} miles_like.alerts miles_like.checkpoint miles_like.config.sections"
+    " miles_like.loop miles_like.report miles_like.run.setup miles_like.stopping miles_like.storage"
+    " miles_like.variables",
     # a run that goes on where it loses ranks or nodes
     "miles_like.run.rebuild": f"{CONTRACTS} rollout.episodes rollout.prompts megatron_bridge.config"
-    " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.fleet miles_like.report miles_like.rewards"
-    " miles_like.run.setup",
-    "miles_like.run": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
-    " miles_like.check_results miles_like.checkpoint miles_like.cluster miles_like.config miles_like.datasets"
-    " miles_like.experience miles_like.layout_search miles_like.loop miles_like.pipeline miles_like.planning"
-    " miles_like.preflight miles_like.report miles_like.rewards miles_like.run.rebuild miles_like.run.setup"
-    " miles_like.simulation miles_like.staging miles_like.stopping miles_like.storage miles_like.supervised"
-    " miles_like.device_table miles_like.timing miles_like.turns miles_like.variables miles_like.alignment",
+    " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.fleet miles_like.loop miles_like.report"
+    " miles_like.run.setup miles_like.run.watched miles_like.stopping",
+    "miles_like.run": f"{CONTRACTS} quant rollout megatron_bridge miles_like.alerts miles_like.algorithms"
+    " miles_like.batch miles_like.check_results miles_like.checkpoint miles_like.cluster miles_like.config"
+    " miles_like.datasets miles_like.experience miles_like.layout_search miles_like.loop miles_like.pipeline"
+    " miles_like.planning miles_like.preflight miles_like.report miles_like.rewards miles_like.run.rebuild"
+    " miles_like.run.setup miles_like.run.watched miles_like.simulation miles_like.staging miles_like.stopping"
+    " miles_like.storage miles_like.supervised miles_like.device_table miles_like.timing miles_like.turns"
+    " miles_like.variables miles_like.alignment",
     "miles_like.command_errors": "miles_like.stopping",
     # for Python; the commands of the same name call it
     "miles_like.api": f"{CONTRACTS} rollout.server_key rollout.server_url miles_like.alignment"

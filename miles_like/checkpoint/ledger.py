@@ -1,15 +1,20 @@
 """Accounts for every sample: issued once, then trained once or discarded once with a reason.
 
 A sample is (group id, index): a prompt admitted to generation gets the next group id, 0, 1, 2, ... over the whole run,
-and its samples are numbered 0 .. n-1. An entry that contradicts the ledger raises RuntimeError and leaves the ledger
-unchanged: a sample trained twice counts double in a gradient, a lost one biases training towards the answers that were
-returned, and no metric shows either.
+and its samples are numbered 0 .. n-1. Samples of steps that a run has gone back over count as discarded. An entry that
+contradicts the ledger raises RuntimeError and leaves the ledger unchanged: a sample trained twice counts double in a
+gradient, a lost one biases training towards the answers that were returned, and no metric shows either.
 
 `ledger.jsonl` has a line for each closed group, in the order of group ids (key "ticket"), and after the lines of each
 step one line with the totals since the run began (ledger_audit.py reads the file alone):
 
     {"step":2,"ticket":8,"prompt":"p8","trained":[0,1,3],"discarded":{"no reward within 60 s":1}}
     {"step":2,"tickets":12,"issued":48,"trained":31,"discarded":5,"in_flight":12}
+
+A run that goes back to an earlier step (docs/alerts.md) adds, before the totals of the step with which it does, a line
+with the samples that the steps since then had trained:
+
+    {"step":5,"to":2,"rolled_back":24}
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from miles_like.checkpoint.ledger_audit import audit
+from miles_like.checkpoint.ledger_audit import ROLLED_BACK, audit
 from miles_like.protocols import Fencing
 from miles_like.storage.appended_file import AppendedFile
 from miles_like.types import Json, SampleGroup
@@ -55,6 +60,9 @@ class Ledger:
         self._discarded: Counter[str] = Counter()
         self._closed: list[_Closed] = []  # since the last flush
         self._flushed: int | None = None  # step
+        self._back: tuple[int, int] | None = (
+            None  # since the last flush: step gone back to, samples it has trained since
+        )
 
     def issue(self, group_id: int, prompt_id: str, samples: int) -> None:
         """Samples 0 .. samples-1 of a prompt are requested. Raises RuntimeError when `group_id` is not the next one."""
@@ -111,6 +119,22 @@ class Ledger:
             )
         self._close(_Closed(group_id, issued.prompt, step, tuple(indices), dict(group.discarded)))
 
+    def go_back(self, to: int) -> int:
+        """All open groups, and all samples that were trained after step `to`, count as discarded for ROLLED_BACK.
+        Returns how many of the latter there are. Raises RuntimeError where the file has no totals of step `to`, as
+        where it is not one that the run has reached and not given up."""
+        assert self._path is not None and not self._closed, "after `flush`, and of a file"
+        totals = {one.step: one.trained for one in audit(self._path).kept}
+        if to and to not in totals:
+            raise RuntimeError(f"ledger: {self._path} has no totals of step {to}, to which the run goes back")
+        for group_id in list(self._open):
+            self.discard(group_id, ROLLED_BACK)
+        n = self._trained - totals.get(to, 0)
+        self._trained -= n
+        self._discarded[ROLLED_BACK] += n
+        self._back = to, n
+        return n
+
     def check(self, open_groups: Collection[int]) -> None:
         """Raises RuntimeError unless these are the ids of the open groups, and issued = trained + discarded + in
         flight."""
@@ -137,7 +161,7 @@ class Ledger:
         again after the last step where the prompts have ended: writes only if groups were closed since."""
         assert all(c.step in (None, step) for c in self._closed), f"a group of another step than {step}"
         again, self._flushed = step == self._flushed, step
-        if again and not self._closed:
+        if again and not self._closed and self._back is None:
             return
         lines: list[Mapping[str, Json]] = [
             {
@@ -149,6 +173,9 @@ class Ledger:
             }
             for c in sorted(self._closed)
         ]
+        if self._back is not None:
+            lines.append({"step": step, "to": self._back[0], "rolled_back": self._back[1]})
+            self._back = None
         totals = {"trained": self._trained, "discarded": self._discarded.total(), "in_flight": self._in_flight}
         lines.append({"step": step, "tickets": self._next, "issued": self._issued, **totals})
         self._closed.clear()

@@ -15,6 +15,8 @@ from miles_like.limits.regular_files import parse_json, read_regular
 
 LEDGER_BYTES = 1 << 32  # largest file that is read
 _GROUP_KEYS = {"step", "ticket", "prompt", "trained", "discarded"}
+_BACK_KEYS = {"step", "to", "rolled_back"}
+ROLLED_BACK = "rolled back"  # the reason of samples that were trained, or open, in steps that the run went back over
 _SAMPLES = ("issued", "trained", "discarded", "in_flight")
 _TOTALS_KEYS = {"step", "tickets", *_SAMPLES}
 
@@ -35,6 +37,7 @@ class Totals:
 class Audit:
     wrong: str | None  # a sentence about the first wrong line; all other fields are of the lines before it
     steps: tuple[Totals, ...]  # ascending
+    kept: tuple[Totals, ...]  # of these, without steps that the run went back over
     reasons: Mapping[str, int]  # reason -> samples discarded up to the last of `steps`, the most frequent first
     unfinished: int  # lines after the last totals, of a step in which the run was killed
 
@@ -56,8 +59,9 @@ def audit(path: Path) -> Audit:
     return Audit(
         wrong=wrong,
         steps=tuple(reader.steps),
+        kept=tuple(reader.kept),
         reasons=dict(reader.reasons_at_totals.most_common()),
-        unfinished=0 if wrong else len(reader.since) + cut_off,
+        unfinished=0 if wrong else len(reader.since) + (reader.went_back is not None) + cut_off,
     )
 
 
@@ -67,7 +71,9 @@ class _Reader:
     trained: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     steps: list[Totals] = field(default_factory=list)
+    kept: list[Totals] = field(default_factory=list)
     reasons_at_totals: Counter[str] = field(default_factory=Counter)  # `reasons` at the last of `steps`
+    went_back: int | None = None  # step of a line of this kind after the last totals
     since: list[Mapping[str, Any]] = field(default_factory=list)  # lines of groups after the last totals
 
     def read(self, line: bytes) -> None:
@@ -80,6 +86,8 @@ class _Reader:
             raise ValueError(f"it is a {type(row).__name__}, expected an object")
         if row.keys() == _GROUP_KEYS:
             self._group(row)
+        elif row.keys() == _BACK_KEYS and all(_is_count(v) for v in row.values()):
+            self._back(row["step"], row["to"], row["rolled_back"])
         elif row.keys() == _TOTALS_KEYS and all(_is_count(v) for v in row.values()):
             self._totals(Totals(step=row["step"], groups=row["tickets"], **{name: row[name] for name in _SAMPLES}))
         else:
@@ -110,6 +118,8 @@ class _Reader:
         # where the prompts have ended, the remaining groups are discarded after the last step
         if step < last or (step == last and trained) or (self.since and step != self.since[-1]["step"]):
             raise ValueError(f"group {group_id} of step {step} comes after lines of step {_last(self.since, last)}")
+        if self.went_back is not None:
+            raise ValueError(f"group {group_id} comes after the line with which step {step} goes back")
         if self.since and group_id < self.since[-1]["ticket"]:
             raise ValueError(f"group {group_id} comes after group {self.since[-1]['ticket']} of the same step")
         self.closed.add(group_id)
@@ -117,11 +127,28 @@ class _Reader:
         self.reasons.update(discarded)
         self.since.append(row)
 
+    def _back(self, step: int, to: int, samples: int) -> None:
+        """The run goes back to step `to`: the samples trained since then count as discarded."""
+        left = [one for one in self.kept if one.step <= to]
+        last = self.steps[-1].step if self.steps else -1
+        known = left[-1].step == to if left else not to
+        if step <= last or not known or (self.since and self.since[-1]["step"] != step):
+            raise ValueError(f"step {step} goes back to step {to}, which is not one of the steps before it")
+        if samples != self.trained - (left[-1].trained if left else 0):
+            raise ValueError(
+                f"step {step} goes back over {samples} samples, but {self.trained} were trained so far, and "
+                f"{left[-1].trained if left else 0} until step {to}"
+            )
+        self.kept = left
+        self.trained -= samples
+        self.reasons[ROLLED_BACK] += samples
+        self.went_back = step
+
     def _totals(self, row: Totals) -> None:
         before = (
             self.steps[-1] if self.steps else Totals(step=0, groups=0, issued=0, trained=0, discarded=0, in_flight=0)
         )
-        here = _last(self.since, row.step)
+        here = _last(self.since, row.step if self.went_back is None else self.went_back)
         again = row.step == before.step and bool(self.since)  # the groups discarded after the last step
         if row.step != here or (self.steps and row.step <= before.step and not again):
             raise ValueError(f"the totals of step {row.step} come after lines of step {_last(self.since, before.step)}")
@@ -149,6 +176,8 @@ class _Reader:
                 f"{before.issued} before"
             )
         self.steps.append(row)
+        self.kept.append(row)
+        self.went_back = None
         self.reasons_at_totals = self.reasons.copy()
         self.since.clear()
 

@@ -23,6 +23,8 @@ SILENT = (
     "data.eval",
     "data.decontaminate",
     "mismatch.*",
+    "report.*",
+    "alerts.*",
     "publish.*",
     "rollout.servers",
     "rollout.port",

@@ -39,6 +39,7 @@ from miles_like.types import Json, SampleGroup
 
 STATE_FILE = "run_state.json"
 GROUPS_FILE = "groups.safetensors"
+GROUPS_FOLDER = "groups"  # of rollout workers: a file of each
 LATEST = "latest"
 FORMAT = 2
 HELD = "held_groups"  # the part of the state with the files of the rollout workers: name -> SHA-256

@@ -14,6 +14,7 @@ from miles_like.batch.parcel import Parcel
 from miles_like.batch.portion import filled
 from miles_like.batch.unpacking import unpack
 from miles_like.cluster.gathering import Gathering
+from miles_like.cluster.memory import RankMemory
 from miles_like.cluster.pacing import Pacer
 from miles_like.cluster.rank_weights import RankWeights
 from miles_like.protocols import RankTrainer, WeightPublisher
@@ -71,7 +72,8 @@ class Rank:
             whole.append(whole_shard(shards[at], shards[at + 1 : at + 1 + n]))
             at += 1 + n
         self.trainer.signals.meet()
-        return self.trainer.train(whole, loss_tokens, version)
+        report = self.trainer.train(whole, loss_tokens, version)
+        return replace(report, metrics={**report.metrics, **self.memory.metrics()})
 
     def evaluate(self, shard: Sequence[MicroBatch], routes: ShardRoutes, loss_tokens: int) -> Mapping[str, float]:
         self.trainer.signals.meet()
@@ -123,6 +125,10 @@ class Rank:
                 self.trainer, self.pacer, number=self._publications, together=self.publisher.every_rank
             )
             return self.publisher.publish(weights, version=version)
+
+    @cached_property
+    def memory(self) -> RankMemory:
+        return RankMemory()
 
     @cached_property
     def pacer(self) -> Pacer:

@@ -21,6 +21,7 @@ from miles_like.batch.packing import cut_shard
 from miles_like.cluster.actors import Process
 from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
 from miles_like.cluster.lost.processes import LOST, actor_id, end_processes, first_deaths, why_died
+from miles_like.cluster.memory import StoreMemory, largest
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.rank import Place, PublisherFactory, Rank, TrainerFactory
 from miles_like.cluster.run_nodes import RunNodes
@@ -65,6 +66,7 @@ class RayTrainer:
     life: int = 0  # of the run's trainer ranks: weights are published as `version_of(step, life)`
     _under_way: str | None = None  # the call that waits for the ranks
     _closed = False
+    _store = StoreMemory()
 
     put = staticmethod(ray.put)  # for arguments that several ranks share
 
@@ -124,11 +126,12 @@ class RayTrainer:
             (loss_tokens, self._version, [len(of) - 1 for of in refs], *chain(*refs))
             for refs in zip(*(one.refs for one in shipped), strict=True)
         ]
-        report: StepReport = (await self._all("train", arguments))[0]
+        reports: list[StepReport] = await self._all("train", arguments)
+        more = largest([report.metrics for report in reports]) | await asyncio.to_thread(self._store.metrics)
         routes = [one.route_bytes for one in shipped if one.route_bytes is not None]
-        if not routes:
-            return report
-        return replace(report, metrics={**report.metrics, "routing/bytes": float(sum(routes))})
+        if routes:
+            more["routing/bytes"] = float(sum(routes))
+        return replace(reports[0], metrics={**reports[0].metrics, **more})
 
     async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
         refs = self._ship(batch).refs

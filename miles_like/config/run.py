@@ -28,6 +28,9 @@ from miles_like.config.sections.make import MakeConfig
 from miles_like.config.sections.reward import RewardConfig
 from miles_like.config.sections.supervised import PAIRS, SupervisedConfig, check_keys, check_unused, without_replay
 from miles_like.config.sections.vllm import check_vllm
+from miles_like.config.sections.watched.alerts import AlertsConfig
+from miles_like.config.sections.watched.mismatch import MismatchConfig
+from miles_like.config.sections.watched.report import ReportConfig
 from miles_like.section import Section
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.prompts.config import DataConfig
@@ -88,36 +91,6 @@ class TrainLoopConfig(RecomputeConfig):
         return self.steps * self.steps_per_rollout
 
 
-class MismatchConfig(Section):
-    """Bounds on the mismatch of trainer and rollout log-probabilities (docs/alignment.md), and what a breach does."""
-
-    kl_max: float | None = Field(None, ge=0)  # upper bound of mismatch/kl; None: none, in `verify` a default
-    logprob_abs_diff_max: float | None = Field(None, ge=0)  # upper bound of mismatch/logprob_abs_diff_max; None: none
-    extreme_frac_max: float | None = Field(None, ge=0, le=1)  # upper bound of mismatch/extreme_frac; None: none
-    on_breach: Literal["warn", "down_weight", "stop"] = "warn"  # what to do when a step exceeds a bound
-    # with replay.mode = "r3": minimum share of the recorded experts that the trainer's routers also choose, over all
-    # layers; None: a bound derived from the precision; 0: no check. A breach ends the run before the step
-    expert_agreement_min: float | None = Field(None, ge=0, le=1)
-    layer_agreement_min: float | None = Field(None, ge=0, le=1)  # the same minimum, for each layer
-    check_prompts: int = Field(8, ge=0)  # prompts compared on both sides before the first step of a process; 0: none
-    check_every: int = Field(50, ge=0)  # steps between further comparisons; 0: only before the first step
-    # steps between comparisons of the servers' checksums with those of the last publication; 0: no comparison
-    checksums_every: int = Field(10, ge=0)
-
-    @property
-    def bounds(self) -> dict[str, float | None]:
-        return self.model_dump(include={"kl_max", "logprob_abs_diff_max", "extreme_frac_max"})
-
-    @model_validator(mode="after")
-    def there_is_something_to_break(self) -> MismatchConfig:
-        if self.on_breach != "warn" and all(bound is None for bound in self.bounds.values()):
-            raise ValueError(
-                f"mismatch.on_breach = {self.on_breach!r} has no effect without a bound: set mismatch.kl_max, "
-                "mismatch.logprob_abs_diff_max or mismatch.extreme_frac_max, or remove it"
-            )
-        return self
-
-
 class RunConfig(Section):
     """The resolved configuration of one run."""
 
@@ -144,6 +117,8 @@ class RunConfig(Section):
     publish: PublishConfig = PublishConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    alerts: AlertsConfig = AlertsConfig()
+    report: ReportConfig = ReportConfig()
     convert: ConvertConfig = ConvertConfig()
     alignment: AlignmentConfig = AlignmentConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -198,7 +173,17 @@ class RunConfig(Section):
         }
         for n, one in self.eval.sets.items():
             sections[f"eval.sets.{n}"] = (one, SetConfig(path=one.path), {"path", "max_prompts"})
-        unused = ("correction", "distillation", "mismatch", "reward", "buffer", "rollout", "publish", "alignment")
+        unused = (
+            "correction",
+            "distillation",
+            "mismatch",
+            "reward",
+            "buffer",
+            "rollout",
+            "publish",
+            "alignment",
+            "alerts",
+        )
         check_unused(name, sections | {s: (getattr(self, s), type(getattr(self, s))(), set()) for s in unused})
         return self
 
@@ -361,6 +346,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def the_best_can_be_found(self) -> RunConfig:
         self.checkpoint.check(sets=[s.name for s in self.eval_sets], eval_every=self.eval.every)
+        evaluates = bool(self.eval_sets and self.eval.every)
+        self.alerts.check(keep_best=self.checkpoint.keep_best, evaluates=evaluates)
         return self
 
     @property

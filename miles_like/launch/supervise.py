@@ -5,9 +5,8 @@ process group: the supervisor passes on every SIGTERM, SIGINT and SIGHUP that it
 ends gets SIGTERM from the kernel, and saves.
 
 A driver is started again where it could not say why it ended: by a signal, or with a status that no command gives. All
-statuses that commands give (0, 2, 75, 130, 143) are passed on: 2 would come again, 75 is the end of the machine's time,
-130 and 143 are orders.
-"""
+statuses that commands give (0, 2, 3, 75, 130, 143) are passed on: 2 would come again, 3 asks for a decision, 75 is the
+end of the machine's time, 130 and 143 are orders."""
 
 from __future__ import annotations
 
@@ -24,10 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from miles_like.stopping import BY_ALERT
 from miles_like.storage.fencing import begun_after, epoch_of
 from miles_like.variables import COMMAND_BEGAN, inherited
 
-GIVEN = frozenset({0, 2, os.EX_TEMPFAIL, 128 + signal.SIGINT, 128 + signal.SIGTERM})  # statuses of commands
+GIVEN = frozenset({0, 2, BY_ALERT, os.EX_TEMPFAIL, 128 + signal.SIGINT, 128 + signal.SIGTERM})  # statuses of commands
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LONGEST_WAIT_S = 300.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

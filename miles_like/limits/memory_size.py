@@ -1,8 +1,11 @@
-"""Amounts of memory as a user writes them."""
+"""Amounts of memory: as a user writes them, and what this process has needed."""
 
 from __future__ import annotations
 
 import re
+import resource
+import sys
+from pathlib import Path
 
 
 def parse_bytes(text: str) -> int:
@@ -15,3 +18,17 @@ def parse_bytes(text: str) -> int:
     if amount >= 2**63:
         raise ValueError(f"{text[:40]!r} exceeds the memory of any machine: use for example 4GiB or 512MiB")
     return int(amount)
+
+
+def peak_host_bytes() -> float:
+    """Largest resident memory of this process since it began."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def oom_kills() -> int:
+    """Processes that the kernel of this machine has ended for want of memory since it was booted; 0 where /proc/vmstat
+    does not count them."""
+    counters = Path("/proc/vmstat")
+    lines = counters.read_text().splitlines() if counters.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -86,7 +86,7 @@ class Controller:
     async def after(self, record: StepRecord, *, last: bool) -> None:
         """Evaluates, records and saves; then admits prompts for the weights just published."""
         done = record.step + 1
-        row = self.recorder.row(record, dropped=self.feed.dropped)
+        row = self.recorder.row(record, self.feed.metrics())
         if self.evaluator.due(done, last=last):
             row |= await self.evaluator.figures(done)
         self.recorder.write_step(record, row)

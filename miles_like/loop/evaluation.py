@@ -7,16 +7,17 @@ A set is answered greedily (one answer a prompt), sampled (`k` answers a prompt)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from miles_like.config.sections.eval import EvalSet
 from miles_like.loop.search import Search, beam_figures, best_of_figures, with_scores
 from miles_like.protocols import RewardFn, RolloutEngine
-from miles_like.report.metrics import eval_metrics
+from miles_like.report.metrics import brief, eval_metrics
+from miles_like.report.paired.history import EvalHistory
 from miles_like.report.progress import PhaseBar
-from miles_like.types import Prompt, SampleGroup, SamplingParams, ServerLost, Unit
+from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, ServerLost, Unit
 from rollout.episodes.groups import run_groups
 from rollout.episodes.pool import EnginePool
 from rollout.episodes.runner import SINGLE_TURN, EpisodeRunner
@@ -72,6 +73,12 @@ class Answers:
         asked = len(self.greedy) + c.sampled * len(self.sampled)
         scored = sum(s.reward is not None for g in (*self.greedy, *self.sampled) for s in g.samples)
         return out | {f"eval/{c.name}/unscored_frac": 1 - scored / asked, **self.searched}
+
+    def lines(self, of: Callable[[SampleGroup, Sample], Mapping[str, object]]) -> Iterator[dict[str, object]]:
+        """Each answer as a JSON object: its set, `mode` ("greedy" or "sampled"), and what `of` makes of it."""
+        for mode, groups in (("greedy", self.greedy), ("sampled", self.sampled)):
+            for g in groups:
+                yield from ({"set": self.config.name, "mode": mode, **of(g, s)} for s in g.samples)
 
 
 def held_out(
@@ -154,14 +161,17 @@ async def evaluate(
     runner: EpisodeRunner = SINGLE_TURN,
     serving: Serving | None = None,
     workers: Answering | None = None,
+    history: EvalHistory | None = None,
 ) -> dict[str, float]:
-    """`eval/{set}/...` of all sets at a weight version; arguments and errors as in `answers`. Empty without sets."""
-    out = dict[str, float]()
+    """`eval/{set}/...` of all sets at a weight version; arguments and errors as in `answers`. Empty without sets.
+    history: gets all answers, and compares them with earlier ones."""
+    out, lines = dict[str, float](), list[dict[str, object]]()
     for held in sets:
         how: dict[str, Any] = {"alone": alone, "runner": runner, "serving": serving, "workers": workers}
         found = await answers(engines, held, params=params, version=version, **how)
         out |= found.figures()
-    return out
+        lines += found.lines(brief)
+    return out | (history.add(version, lines) if history is not None and sets else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +179,7 @@ class Evaluator:
     """Evaluates published weights on the held-out sets of a run, which `engines` answer.
 
     every: steps between two evaluations, besides those before the first and after the last step; 0: never. seed: of
-    the run. alone, runner, serving, workers: as in `answers`.
+    the run. alone, runner, serving, workers: as in `answers`; history: as in `evaluate`.
     """
 
     engines: Sequence[Examined]
@@ -182,6 +192,7 @@ class Evaluator:
     runner: EpisodeRunner = SINGLE_TURN
     serving: Serving | None = None
     workers: Answering | None = None
+    history: EvalHistory | None = None  # None: answers are not kept
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether weights are evaluated after `step` steps."""
@@ -203,6 +214,7 @@ class Evaluator:
             runner=self.runner,
             serving=self.serving,
             workers=self.workers,
+            history=self.history,
         )
 
 

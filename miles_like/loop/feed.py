@@ -128,10 +128,17 @@ class Feed:
         """Discards the groups that are left when the prompts have ended."""
         await self.buffer.discard_all(NO_MORE)
 
-    @property
-    def dropped(self) -> int:
-        """Groups discarded since the run began."""
-        return sum(self.buffer.dropped.values())
+    def metrics(self) -> dict[str, float]:
+        """Groups that were discarded since the run began, that are sampled or scored now, that wait for the others of
+        their round, and that wait for a step."""
+        ready = len(self.buffer)
+        waiting = self.producer.complete - ready
+        return {
+            "async/dropped": float(sum(self.buffer.dropped.values())),
+            "perf/queue/in_flight": float(self.buffer.in_flight - waiting),
+            "perf/queue/waiting": float(waiting),
+            "perf/queue/ready": float(ready),
+        }
 
     @property
     def _task(self) -> asyncio.Task[None]:

@@ -91,7 +91,7 @@ class OverlappedController(Controller):
     async def _beside(self, record: StepRecord) -> None:
         done = record.step + 1
         await self._load(record, beside_training=True)
-        self.recorder.write_step(record, self.recorder.row(record, dropped=self.feed.dropped))
+        self.recorder.write_step(record, self.recorder.row(record, self.feed.metrics()))
         self.recorder.ledger.flush(done)
         self.saver.passed(time.perf_counter() - record.began)
         self.feed.published(done)

@@ -13,10 +13,11 @@ from typing import Literal, Protocol, get_args
 from miles_like.algorithms.advantages.remax import without_greedy
 from miles_like.algorithms.terms.mismatch import finish
 from miles_like.checkpoint.ledger import Ledger
+from miles_like.limits.memory_size import peak_host_bytes
 from miles_like.loop.buffer import Taken
 from miles_like.loop.rollout_stats import Rewards, total
 from miles_like.loop.step_bounds import StepBounds
-from miles_like.protocols import Fencing, MetricSink
+from miles_like.protocols import Fencing, MetricSink, RewardLog
 from miles_like.report.metrics import rollout_metrics, turn_metrics, write_rollouts
 from miles_like.report.progress import PhaseBar
 from miles_like.report.speed import SpeedMeter
@@ -42,8 +43,11 @@ class GroupStore(Protocol):
     def metrics(self) -> Mapping[str, float]: ...
 
 
+@dataclass(frozen=True, slots=True)
 class InThisProcess:
-    """Values live as long as their groups do."""
+    """Values live as long as their groups do. rewards: what has called them."""
+
+    rewards: RewardLog | None = None
 
     def write_rollouts(self, path: Path, groups: Sequence[SampleGroup]) -> None:
         write_rollouts(path, groups)
@@ -52,7 +56,7 @@ class InThisProcess:
         """There is nothing else to free."""
 
     def metrics(self) -> Mapping[str, float]:
-        return {}
+        return {} if self.rewards is None else self.rewards.metrics()
 
 
 Phase = Literal["experience", "train", "save", "publish", "checks"]
@@ -147,8 +151,8 @@ class Recorder:
             self.store.write_rollouts(self.samples / f"step_{done}.jsonl", [t.group for t in record.taken])
         self.bounds.check(done, record.metrics)
 
-    def row(self, record: StepRecord, *, dropped: int) -> dict[str, float]:
-        """Metrics of a published step. dropped: groups discarded since the run began."""
+    def row(self, record: StepRecord, waiting: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a published step. waiting: those of the groups that are not trained (`Feed.metrics`)."""
         now, report, seconds = time.perf_counter(), record.published, record.seconds
         if report is None:
             raise RuntimeError(f"step {record.step} is recorded before its weights are published")
@@ -173,8 +177,10 @@ class Recorder:
             "perf/step_s": step_s,
             **self.speed.metrics(groups, rollout_s=rollout_s, train_s=seconds["train"]),
             **({} if self.turns is None else self.turns.metrics()),
+            "perf/samples_per_s": sum(len(g.samples) for g in groups) / step_s,
             **self.store.metrics(),
-            "async/dropped": float(dropped),
+            "perf/memory/driver_bytes": peak_host_bytes(),
+            **waiting,
         }
 
     def write_step(self, record: StepRecord, row: Mapping[str, float]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from miles_like.checkpoint.writer import RunCheckpoints, Snapshot
 from miles_like.report.progress import PhaseBar
@@ -16,6 +16,20 @@ class Stateful(Protocol):
 
     async def snapshot(self, step: int, whole: bool) -> Snapshot:
         """State after `step` steps. whole: include the samples in flight on the servers, which are aborted first."""
+
+
+class Orders(Protocol):
+    """What alerts have ordered, to be done at the boundary of a step (miles_like.run.watched.orders)."""
+
+    @property
+    def goes_back(self) -> bool: ...
+    @property
+    def pauses(self) -> bool: ...
+    def go_back(self, step: int, snapshot: Snapshot) -> NoReturn:
+        """Raises GoingBack, with which the loop ends."""
+
+    async def pause(self, step: int) -> None:
+        """Returns when the run is to go on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +47,7 @@ class Saver:
     progress: PhaseBar
     every: int
     models_first: bool = False
+    orders: Orders | None = None  # None: there are no alerts
     _step: int = field(default=0, init=False)  # steps done at the last boundary
     _snapshot: Snapshot | None = field(default=None, init=False)  # there; None: nothing to save yet
     _saved: int = field(default=0, init=False)  # steps done in the last checkpoint that was begun
@@ -56,14 +71,20 @@ class Saver:
             await self.checkpoints.save_models(step)
 
     async def boundary(self, step: int, *, last: bool, step_s: float | None = None) -> None:
-        """Call after `step` steps. Saves every `every` steps, after the last one and on a stop request. A checkpoint
-        may be unfinished when this returns, except after the last step. step_s: duration of the step in seconds, for
-        the deadline; None: the time since the last boundary."""
+        """Call after `step` steps. Saves every `every` steps, after the last one, on a stop request and before a pause;
+        raises GoingBack, unsaved, where an alert orders it. A checkpoint may be unfinished when this returns, except
+        after the last step. step_s: duration of the step in seconds, for the deadline; None: the time since the last
+        boundary."""
         due = last or self.due(step)
         self._step, self._snapshot = step, await self.state.snapshot(step, due)
+        if self.orders is not None and self.orders.goes_back:
+            await self._finish(wait=True)
+            self.orders.go_back(step, self._snapshot)
         if due:
             await self._save()
-        await self._finish(wait=last or self.stop.asked)
+        await self._finish(wait=last or self._ordered)
+        if self.orders is not None and self.orders.pauses:
+            await self.orders.pause(step)
         now = time.perf_counter()
         self.deadline.note(step_s=now - self._since if step_s is None else step_s)
         self._since = now
@@ -84,7 +105,12 @@ class Saver:
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is written after `step` steps."""
-        return self.stop.asked or bool(self.every and step % self.every == 0)
+        return self._ordered or bool(self.every and step % self.every == 0)
+
+    @property
+    def _ordered(self) -> bool:
+        """Whether the run ends, waits or goes back at the next boundary."""
+        return self.stop.asked or (self.orders is not None and (self.orders.pauses or self.orders.goes_back))
 
     async def _save(self) -> None:
         self.progress.phase(self._step, "save")

@@ -19,6 +19,7 @@ from miles_like.report.rows import json_row
 Rows = Sequence[Mapping[str, float]]
 
 HEADLINES = 10  # lines of the summary
+SHOWN_FALL = 2.0  # standard errors below the best evaluation from which a step's line shows it
 _SPEED_STEPS = 20  # last steps whose mean duration predicts the remaining time
 # metric -> (its name, format) in the line of a step
 _SHOWN = {
@@ -150,7 +151,7 @@ def _figures(m: Mapping[str, float], *, verbose: bool) -> Iterator[str]:
         if key in m and not (key == "train/loss" and "rollout/reward/mean" in m):
             yield f"{name} {form.format(m[key])}"
     for key in m:
-        if key.startswith("eval/") and (m[key] or not key.endswith("/unscored_frac")):
+        if key.startswith("eval/") and not _is_quiet(key, m[key]):
             yield f"{key.removeprefix('eval/')} {m[key]:.3f}"
     if not verbose:
         return
@@ -163,6 +164,11 @@ def _figures(m: Mapping[str, float], *, verbose: bool) -> Iterator[str]:
     for unit, parts in (("tok/s", speed), ("s", phases)):
         if parts:
             yield f"{unit} {' '.join(parts)}"
+
+
+def _is_quiet(key: str, value: float) -> bool:
+    """Whether a figure of an evaluation is as it should be, and not shown in the line of a step."""
+    return (key.endswith("/unscored_frac") and not value) or (key.endswith("/regression") and value < SHOWN_FALL)
 
 
 def _thousands(value: float) -> str:
@@ -187,7 +193,7 @@ def reported_keys(rows: Rows) -> list[str]:
 
 def headline_keys(rows: Rows) -> list[str]:
     """The ten keys by which a run is judged, in order."""
-    found = dict.fromkeys(k for row in rows for k in row if not k.endswith("/unscored_frac"))
+    found = dict.fromkeys(k for row in rows for k in row if not k.endswith(("/unscored_frac", "/regression")))
     without = {"train/loss"} if "rollout/reward/mean" in found else set()
     first = {k.split("/")[1]: k for k in reversed(found) if k.startswith("eval/")}  # set -> its first metric
     keys = [

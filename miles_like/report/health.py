@@ -1,4 +1,5 @@
-"""Warnings about a run that learns nothing or is about to, each a function of the run's metric rows alone.
+"""Warnings about a run that learns nothing or is about to, each a function of the run's metric rows alone; those about
+its entropy and its groups are alerts (miles_like.alerts).
 
 A row is what `metrics.jsonl` holds of a step. Each check gets the rows so far, one per step in ascending order, and
 returns the sentence of its warning, or None; rows without its metric are passed over.
@@ -13,7 +14,6 @@ from dataclasses import dataclass, field
 from itertools import dropwhile, islice
 
 PAGE = "docs/troubleshooting.md"
-ENTROPY_LEFT = 0.1  # share of the first steps' entropy
 TRUNCATED = 0.3  # share of samples
 FLAT_STEPS = 50
 FLAT_RISE = 0.05  # of the rewards' standard deviation
@@ -25,26 +25,6 @@ SOLVED = 0.95  # accuracy and reward from which a flat reward is no fault
 _FEW, _SEVERAL = 3, 5  # steps that are averaged, against the noise of one
 
 Rows = Sequence[Mapping[str, float]]
-
-
-def entropy_fell(rows: Rows) -> str | None:
-    """The mean entropy of the last 3 steps is at most 10 % of that of the first 3 steps. Needs 6 steps."""
-    first = list(islice(_values(rows, "train/entropy"), _FEW))
-    last = list(islice(_values(reversed(rows), "train/entropy"), _FEW))
-    if len(list(islice(_values(rows, "train/entropy"), 2 * _FEW))) < 2 * _FEW:
-        return None
-    before, now = statistics.fmean(first), statistics.fmean(last)
-    if before <= 0 or now > ENTROPY_LEFT * before:
-        return None
-    return f"entropy fell by {1 - now / before:.0%}, from {before:.3g} to {now:.3g} nats/token: exploration has stopped"
-
-
-def groups_equal(rows: Rows) -> str | None:
-    """In each of the last 3 steps all groups had equal rewards, so their group-relative advantages are 0."""
-    last = list(islice(_values(reversed(rows), "rollout/zero_std_group_frac"), _FEW))
-    if len(last) < _FEW or min(last) < 1:
-        return None
-    return f"all rewards are equal within every group, in {_FEW} steps in a row: these steps train nothing"
 
 
 def truncated(rows: Rows) -> str | None:
@@ -100,8 +80,6 @@ def _held_out(row: Mapping[str, float]) -> dict[str, float]:
 
 
 CHECKS: Mapping[str, Callable[[Rows], str | None]] = {  # by the anchor of its section in PAGE
-    "entropy-collapse": entropy_fell,
-    "all-groups-equal": groups_equal,
     "truncated-answers": truncated,
     "flat-reward": reward_flat,
     "memorized-prompts": memorized,

@@ -11,12 +11,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from miles_like.records import SampleRecord
 from miles_like.types import Finish, Sample, SampleGroup
 
 RIGHT = 1.0  # the reward from which an answer counts as right
 
 # metrics that differ between two runs with the same bits
-TIMINGS = ("wall_s", "perf/", "sync/seconds")
+TIMINGS = ("wall_s", "perf/", "sync/seconds", "timing_s/")  # the last: verl's names (aliases.py)
 
 
 def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str, float]:
@@ -137,18 +138,25 @@ def readable(group: SampleGroup, sample: Sample) -> dict[str, object]:
     """A sample as JSON, for people and for `verify`: prompt, response, reward, tokens and log-probs."""
     n = sample.response_len
     return {
-        "prompt_id": group.prompt.id,
-        "index": sample.index,
-        "prompt": group.prompt.text,
-        "response": sample.text,
-        "answer": group.prompt.answer,
-        "reward": sample.reward,
-        "reward_parts": dict(sample.reward_parts),
-        "finish": sample.finish.value,
-        "tokens": n,
+        **brief(group, sample),
         "logprob_mean": float(sample.logprobs[sample.loss_mask].mean()) if n else None,
         "versions": [list(v) for v in sample.versions],
         "token_ids": sample.token_ids.tolist(),
         "loss_mask": sample.loss_mask.int().tolist(),
         "logprobs": sample.logprobs[sample.loss_mask].tolist(),  # of the loss tokens only
+    }
+
+
+def brief(group: SampleGroup, sample: Sample) -> dict[str, object]:
+    """A sample as JSON without the values of its tokens; the response of one that a rollout worker holds is None."""
+    return {
+        "prompt_id": group.prompt.id,
+        "index": sample.index,
+        "prompt": group.prompt.text,
+        "response": None if isinstance(sample, SampleRecord) else sample.text,
+        "answer": group.prompt.answer,
+        "reward": sample.reward,
+        "reward_parts": dict(sample.reward_parts),
+        "finish": sample.finish.value,
+        "tokens": sample.response_len,
     }

@@ -27,7 +27,12 @@ DPI = 150
 INK, FAINT = "#222222", "#767676"
 PHASES = {"rollout": BLUE, "train": ORANGE, "publish": GREEN}  # perf/{phase}_s, bottom to top
 FATES = {"trained": BLUE, "discarded": VERMILION}  # ledger/{fate}, bottom to top
-_NO_ACCURACY = ("/unscored_frac", "/loss", "/margin")  # suffixes of eval/{set}/... that are no share of right answers
+_NO_ACCURACY = (
+    "/unscored_frac",
+    "/loss",
+    "/margin",
+    "/regression",
+)  # suffixes of eval/{set}/... that are no share of right answers
 TITLES = {  # file name -> its description in the report
     "reward": "Reward",
     "accuracy": "Held-out accuracy",

@@ -23,11 +23,18 @@ class PhaseBar:
         self._task = self._progress.add_task("train", total=steps, phase="")
         self._steps, self._console, self._clock = steps, console, clock
         self._step, self._printed = 0, clock()
+        self._phase, self._since = "", self._printed
 
     def phase(self, step: int, name: str) -> None:
         """Shows that the run is in phase `name` after `step` steps."""
         self._step, self._printed = step, self._clock()
+        self._phase, self._since = name, self._printed
         self._progress.update(self._task, completed=step, phase=name)
+
+    @property
+    def under_way(self) -> tuple[str, float]:
+        """The phase that goes on, and for how many seconds."""
+        return self._phase, self._clock() - self._since
 
     def groups(self, complete: int, needed: int) -> None:
         """Shows how many of a step's groups are complete. Call it often during the phase `rollout`."""

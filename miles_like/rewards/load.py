@@ -32,7 +32,7 @@ from miles_like.config.sections.reward import (
 from miles_like.config.sections.reward import MathVerify as MathVerifyConfig
 from miles_like.limits.threads import DaemonThreads
 from miles_like.plugins import is_async, load
-from miles_like.protocols import BatchReward, RewardFn, SampleReward
+from miles_like.protocols import BatchReward, RewardFn, RewardLog, SampleReward
 from miles_like.rewards.form import Format, Length, none
 from miles_like.rewards.function import adapt
 from miles_like.rewards.judges.judge import Judge
@@ -55,17 +55,17 @@ Function = Callable[..., object]
 class Rewards:
     """The run's reward, and other rewards that evaluation sets name. They are closed together."""
 
-    def __init__(self, config: RewardConfig, *, outage_s: float = 0.0) -> None:
-        """outage_s: reward.outage_s where the configuration has none."""
+    def __init__(self, config: RewardConfig, *, outage_s: float = 0.0, log: RewardLog | None = None) -> None:
+        """outage_s: reward.outage_s where the configuration has none. log: counts the calls of all of them."""
         if config.outage_s is None:
             config = config.model_copy(update={"outage_s": outage_s})
-        self._config = config
-        self._made: dict[str | None, RewardFn] = {None: make_reward(config)}
+        self._config, self.log = config, log
+        self._made: dict[str | None, RewardFn] = {None: make_reward(config, log)}
 
     def __call__(self, name: str | None) -> RewardFn:
         """The reward `name`; None: the run's. Raises ValueError as `make_reward` does."""
         if name not in self._made:
-            self._made[name] = make_reward(self._config.named(str(name)))
+            self._made[name] = make_reward(self._config.named(str(name)), self.log)
         return self._made[name]
 
     async def close(self) -> None:
@@ -73,12 +73,14 @@ class Rewards:
             await reward.close()
 
 
-def make_reward(config: RewardConfig) -> RewardFn:
-    """The configuration's reward, or the weighted sum of its parts.
+def make_reward(config: RewardConfig, log: RewardLog | None = None) -> RewardFn:
+    """The configuration's reward, or the weighted sum of its parts. log: counts their calls.
 
     Raises ValueError for an unknown name (with the nearest), and for an import path without a callable.
     """
     made = {name: _one(name, config) for name in config.weights}
+    for scorer in made.values():
+        scorer.log = log
     if not config.parts:
         return next(iter(made.values()))
     labels = [name.rpartition(":")[2] for name in made]

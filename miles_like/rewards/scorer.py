@@ -14,12 +14,14 @@ import logging
 import sysconfig
 import time
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from miles_like.limits.user_errors import raised, shown
+from miles_like.protocols import RewardLog
 from miles_like.rewards.outcome import MOST_PARTS, each, outcome_of
 from miles_like.types import Prompt, Sample, Score, Unit, Unscored
 
@@ -30,6 +32,7 @@ RewardCall = Callable[
 Outcome = Score | Unscored
 MOST_REASONS = 64  # distinct reasons: each stays in the ledger and the metrics to the end of the run
 OTHER_REASONS = "other reasons"
+_LATE = "no reward within"  # begins the reason of a sample whose call has exceeded the time limit
 _SHORTEST_S, _LONGEST_S = 0.05, 30.0  # between two attempts while a server is waited for
 _log = logging.getLogger(__name__)
 _NOT_THE_USERS = (str(Path(__file__).parents[1]), *(sysconfig.get_path(k) for k in ("stdlib", "purelib", "platlib")))
@@ -60,6 +63,7 @@ class Scorer:
     compares: str | None = None
     limits: Limits = Limits()
     end: Callable[[], Awaitable[None]] = _no_op
+    log: RewardLog | None = None  # None: calls are not counted
     _room: contextlib.AbstractAsyncContextManager[object] = field(init=False)
     _parts: set[str] = field(init=False, default_factory=set)  # names of all results so far
     _reasons: set[str] = field(init=False, default_factory=set)
@@ -79,6 +83,19 @@ class Scorer:
         await self.end()
 
     async def _scored(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Outcome]:
+        if self.log is None:
+            return await self._retried(prompts, samples)
+        self.log.begin(len(samples))
+        began = time.monotonic()
+        try:
+            found = await self._retried(prompts, samples)
+        finally:
+            self.log.end(len(samples), time.monotonic() - began)
+        for cause, n in _causes(found).items():
+            self.log.fail(cause, n)
+        return found
+
+    async def _retried(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Outcome]:
         """Retries while a sample of the call is unscored, and as long as a server is waited for. A sample keeps its
         first score."""
         found, tried, waited = await self._attempt(prompts, samples), 0, 0
@@ -92,6 +109,8 @@ class Scorer:
             else:
                 await asyncio.sleep(self.limits.retry_wait_s * 2.0**tried)
                 tried += 1
+            for cause, n in _causes(found).items() if self.log is not None else ():
+                self.log.retry(cause, n)
             again = await self._attempt(prompts, samples)
             found = [new if isinstance(old, Unscored) else old for old, new in zip(found, again, strict=True)]
 
@@ -124,7 +143,7 @@ class Scorer:
                     ) from e
         # a function with a bare `except` swallows the CancelledError of the time limit, or of the end of the run
         if limit.expired():
-            return [Unscored(reason=f"no reward within {self.limits.timeout_s:g} s") for _ in samples]
+            return [Unscored(reason=f"{_LATE} {self.limits.timeout_s:g} s") for _ in samples]
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise asyncio.CancelledError
         try:
@@ -149,6 +168,12 @@ class Scorer:
             )
         self._parts |= new
         return outcome
+
+
+def _causes(found: Sequence[Outcome]) -> Counter[str]:
+    """Cause (`RewardLog`) -> samples without a score."""
+    unscored = [o for o in found if isinstance(o, Unscored)]
+    return Counter("away" if o.away else "timeout" if o.reason.startswith(_LATE) else "unscored" for o in unscored)
 
 
 async def together(calls: Iterable[Coroutine[object, object, T]]) -> list[T]:

@@ -25,6 +25,7 @@ from miles_like.hf.checkpoint import read_config as read_hf_config
 from miles_like.loop.evaluation import Answers, HeldOut, answers, held_out
 from miles_like.loop.search import Search
 from miles_like.report.metrics import readable
+from miles_like.report.paired.scores import write_answers
 from miles_like.rewards.load import Rewards
 from miles_like.run.setup.model_plan import run_tokenizer
 from miles_like.section import Section
@@ -127,13 +128,7 @@ class Found:
 
     def write_answers(self, path: Path) -> None:
         """Write one JSON object per answer, each on a line; replaces the file."""
-        with path.open("w", encoding="utf-8") as out:
-            for a in self.answers:
-                for mode, groups in (("greedy", a.greedy), ("sampled", a.sampled)):
-                    for g in groups:
-                        for s in g.samples:
-                            line = {"set": a.config.name, "mode": mode, **readable(g, s)}
-                            out.write(json.dumps(line, ensure_ascii=False) + "\n")
+        write_answers(path, (line for a in self.answers for line in a.lines(readable)))
 
 
 def _named(a: Answers) -> dict[str, str]:

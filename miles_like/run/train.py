@@ -6,12 +6,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rich.console import Console
 
+from miles_like.alerts.watch import Watch
 from miles_like.algorithms.filters import make_filter
 from miles_like.algorithms.registry import make_bounds
 from miles_like.algorithms.truncation import make_overlong
@@ -28,7 +29,7 @@ from miles_like.experience.held_teachers import HeldTeachers
 from miles_like.experience.teachers import Teachers
 from miles_like.loop.buffer import DataBuffer
 from miles_like.loop.controller import Controller
-from miles_like.loop.evaluation import Evaluator, HeldOut, held_out
+from miles_like.loop.evaluation import Evaluator
 from miles_like.loop.feed import Feed
 from miles_like.loop.overlapped import OverlappedController, loop_of
 from miles_like.loop.producer import Producer
@@ -36,12 +37,10 @@ from miles_like.loop.recorder import InThisProcess, Recorder
 from miles_like.loop.saver import Saver
 from miles_like.loop.state import KNOWN_ANSWER, LoopState
 from miles_like.loop.step_bounds import StepBounds
-from miles_like.preflight.checks import check_over_sampling
 from miles_like.protocols import Algorithm, GroupFilter, RolloutEngine, TrainerRanks
 from miles_like.report.console import note
 from miles_like.report.health import repeated
 from miles_like.report.progress import PhaseBar
-from miles_like.rewards.load import OUTAGE_S, Rewards
 from miles_like.run.alignment import check_bits, server_checks
 from miles_like.run.rebuild.ranks import RunRanks, start_ranks
 from miles_like.run.rebuild.servers import RunWithServers
@@ -49,12 +48,15 @@ from miles_like.run.setup.delivery import DirectoryDelivery, TrainerPublication,
 from miles_like.run.setup.fleet import LifeUsers, RunningServers
 from miles_like.run.setup.launcher import Launcher, freeze_gc, ready
 from miles_like.run.setup.model_plan import ModelPlan, run_algorithm
+from miles_like.run.setup.prompts import Prompts, read_prompts
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.sampler import EngineSampler, answering
 from miles_like.run.setup.teachers import RunTeachers, run_teachers
 from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter
 from miles_like.run.setup.turn_taking import TurnTaking, release_servers, released
 from miles_like.run.setup.worker_side import tokens_of
+from miles_like.run.watched.orders import GoingBack, watching_phases
+from miles_like.run.watched.watching import run_watch, webhook_of
 from miles_like.stopping import Deadline, StopRequest, run_began, run_to_end
 from miles_like.turns.users import TurnAnswers, TurnFeed
 from miles_like.types import GREEDY, PublishReport, SampleGroup
@@ -62,33 +64,8 @@ from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.pool import EnginePool
 from rollout.episodes.runner import EpisodeRunner
 from rollout.episodes.serving import Serving
-from rollout.prompts.contamination import decontaminate
-from rollout.prompts.mix import PromptSource
 from rollout.sglang.client import ServerClient
 from rollout.vllm_command import OPEN
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompts:
-    """Training prompts, held-out sets and rewards of a run."""
-
-    source: PromptSource
-    held_out: Sequence[HeldOut]
-    rewards: Rewards
-
-
-def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
-    """Reads the training prompts and held-out sets and makes the rewards. Raises ValueError naming file and row, or the
-    reward."""
-    c = plan.config
-    rewards = Rewards(c.reward, outage_s=OUTAGE_S)
-    check_over_sampling(c, rewards(None))
-    source = PromptSource(c.data, plan.tokenizer, seed=c.seed, compared_by=rewards(None).compares)
-    held = held_out(c.eval_sets, c.data, plan.tokenizer, rewards)
-    shared = decontaminate(source, {h.config.name: h.prompts for h in held}, c.data.decontaminate)
-    for sentence in (*source.notes, *shared):
-        console.print(f"{'':12}{sentence}", markup=False, soft_wrap=True)
-    return Prompts(source=source, held_out=held, rewards=rewards)
 
 
 def train(
@@ -106,6 +83,7 @@ def train(
     """
     (launcher := launcher or Launcher()).check(plan)
     controller = loop_of(controller, during_training=plan.config.publish.during_training)
+    webhook_of(plan.config.alerts)  # raises where its variable is not set
     rollout, algorithm = RolloutSide(plan=plan), run_algorithm(plan.config)
     runner = rollout.episode_runner()
     prompts, files = read_prompts(plan, console), RunFiles(plan, console)
@@ -198,6 +176,7 @@ class TrainingRun(RunWithServers):
         self._ranks, self.reference = {"trainer": ranks.trainer} | critic, ranks.reference
         self.models: Mapping[str, TrainerRanks] = self._ranks
         self._taking: TurnTaking | None = None
+        self._leaves_ranks = False  # to the life that follows
         self.values: TokenValues = OwnValues()
 
     @property
@@ -216,7 +195,7 @@ class TrainingRun(RunWithServers):
         """
         c, urls, serving = self.config, [*self.urls.values()], self.serving
         async with contextlib.AsyncExitStack() as closing:
-            closing.push_async_callback(self._close_ranks)
+            closing.push_async_callback(self._end_ranks)
             clients = [self.rollout.client(url) for url in urls]
             pool = EnginePool(clients, serving)
             # the state of an episode and of a user's generate function is not saved: they begin again after a resume
@@ -275,17 +254,20 @@ class TrainingRun(RunWithServers):
                 progress=progress,
                 runner=self.runner,
                 serving=self.serving,
+                history=self.files.evaluations(),
                 workers=workers if turns is None or workers is None else TurnAnswers(workers, turns),
             )
-            loop = self.compose(sampler, partial, evaluator, checks, teaching, first)
+            watch = self.watch()
+            loop = self.compose(sampler, partial, evaluator, checks, teaching, first, watch)
             freeze_gc()
             self.go_on(loop.recorder, first)
             try:
-                await loop.run(first=first, steps=c.train.steps, resumed=self.resumed is not None)
+                async with watching_phases(watch, progress):
+                    await loop.run(first=first, steps=c.train.steps, resumed=self.resumed is not None)
                 if loop.feed.producer.ended and (loop.saver.checkpoints.saved or 0) < c.train.steps:
                     self.say(f"All prompts are used: data.epochs = {c.data.epochs}")
             except BaseException as e:
-                self.files.ends = not self.goes_on(e)
+                self.files.ends, self._leaves_ranks = not self.goes_on(e), isinstance(e, GoingBack)
                 raise
             finally:
                 self.deadline.close()
@@ -294,10 +276,9 @@ class TrainingRun(RunWithServers):
                     self.say(summary)
                 loop.recorder.sink.close()
 
-    async def _close_ranks(self) -> None:
-        for one in (*self.models.values(), self.reference):
-            if one is not None:
-                await one.close()
+    async def _end_ranks(self) -> None:
+        if not self._leaves_ranks:
+            await self.end_ranks()
 
     async def publish_first(self, checks: RunChecks) -> tuple[int, PublishReport | None]:
         """(number of the first step, the report of the publication before it). A resumed run loads its checkpoint and
@@ -350,11 +331,12 @@ class TrainingRun(RunWithServers):
         checks: RunChecks,
         teachers: Scorer | None,
         first: int,
+        watch: Watch,
     ) -> Controller:
         """The loop, restored to the state of the checkpoint if the run resumes from one."""
         c, progress = self.config, evaluator.progress
         recorder = Recorder(
-            sink=self.files.sink(first),
+            sink=self.files.sink(first, watch),
             greedy=GREEDY in self.algorithm.needs,
             ledger=self.files.ledger(),
             progress=progress,
@@ -370,7 +352,7 @@ class TrainingRun(RunWithServers):
             episodes=c.rollout.has_episode_runner,
             turns=None if self._taking is None else self._taking.turns,
             earlier_s=self.files.earlier_s,
-            store=sampler if isinstance(sampler, RolloutWorkers) else InThisProcess(),
+            store=sampler if isinstance(sampler, RolloutWorkers) else InThisProcess(self.prompts.rewards.log),
         )
         feed = self.feed(sampler, recorder)
         state = LoopState(source=self.prompts.source, feed=feed, recorder=recorder, partial=partial, known=checks.known)
@@ -393,8 +375,15 @@ class TrainingRun(RunWithServers):
                 progress=progress,
                 every=c.checkpoint.every,
                 models_first=self._taking is not None,
+                orders=self.orders,
             ),
         )
+
+    def watch(self) -> Watch:
+        """The alerts of this life, in their state after the rows before it; what they order is in `orders`."""
+        made = run_watch(self.files, self.stop, self.console)
+        self.orders = made.orders
+        return made.watch
 
     def teaching(self, teachers: Teachers) -> Scorer | None:
         """What scores the groups of a step; None without teachers."""

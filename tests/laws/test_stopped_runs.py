@@ -55,24 +55,14 @@ def stopped(run_dir: Path, home: Path, settings: Sequence[str], phase: str, step
                 asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), signal.SIGTERM)
 
     train_module.PhaseBar = Watched
-    return status(run_dir, home, settings)
+    return drive(run_dir, home, settings, None)
 
 
 def late(run_dir: Path, home: Path, settings: Sequence[str], seconds: float) -> int:
     """A driver whose deadline is in so many seconds: it was forked from a process that began long before."""
     from miles_like.stopping import command_began
 
-    return status(run_dir, home, [*settings, f"checkpoint.deadline_s={time.time() - command_began() + seconds}"])
-
-
-def status(run_dir: Path, home: Path, settings: Sequence[str]) -> int:
-    from miles_like.stopping import Stopped
-
-    try:
-        return drive(run_dir, home, settings, None)
-    except Stopped as e:
-        print(e, flush=True)
-        return e.status
+    return drive(run_dir, home, [*settings, f"checkpoint.deadline_s={time.time() - command_began() + seconds}"], None)
 
 
 def latest(run_dir: Path) -> int:

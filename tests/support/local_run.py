@@ -136,6 +136,7 @@ def drive(
     from miles_like.run import train as train_module
     from miles_like.run.setup import trainer_side
     from miles_like.run.setup.model_plan import model_plan
+    from miles_like.stopping import Stopped
     from miles_like.storage.fencing import Fence
     from tests.support import kill_points
     from tests.support.local_parts import LocalLauncher, SealingRank
@@ -184,6 +185,9 @@ def drive(
         kill_points.watch_driver(launcher)
         console = Console(highlight=False, width=200)
         train_module.train(plan, console, resume=True, launcher=launcher, controller=named(loop))
+    except Stopped as e:
+        print(f"stopped: {e}", flush=True)
+        return e.status
     except USERS_ERRORS as e:
         traceback.print_exc()
         print(f"error: {e}", flush=True)

@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from miles_like.batch.parcel import refuse_parcels
+from miles_like.checkpoint.run_state import GROUPS_FOLDER
 from miles_like.cluster.workers.holder import keys_of
 from miles_like.cluster.workers.link import Answered, Link, StoreFullError, WorkerEnded
 from miles_like.cluster.workers.rounds import ScoredRound
 from miles_like.cluster.workers.worker import Next, Restored
 from miles_like.loop.buffer import LOST
 from miles_like.records import ColumnsLostError, RecordGroup, SampleRecord
+from miles_like.report.reward_calls import RewardTally
 from miles_like.types import Prompt, SampleGroup, SamplingParams
 from rollout.concurrency import all_or_first_error
 
 _ROOM_S = (0.5, 2.0, 8.0)  # between tries of an exchange that an object store has no room for
-GROUPS_FOLDER = "groups"  # of a checkpoint: a file of each worker
 
 
 @dataclass(slots=True)
@@ -71,6 +72,7 @@ class RolloutWorkers:
     _sent: asyncio.Task[None] | None = None  # the last call about servers
     _restarting: set[asyncio.Task[None]] = field(default_factory=set)
     _served: list[str] | None = None  # URLs of the servers that get requests; None: all
+    _rewards: RewardTally = field(default_factory=RewardTally)  # of all workers
     _suspensions: int = 0  # contexts of `suspended` that are entered now
 
     async def begin(self) -> None:
@@ -128,6 +130,7 @@ class RolloutWorkers:
             await worker.link.call("begin", call, round_index, [prompts[i] for i in places])
             while left:
                 now: Next = await worker.link.call("next", call)
+                self._rewards.add(now.rewards)
                 if now.asks:
                     asked = True
                     await scored.asks(worker, call)
@@ -209,7 +212,7 @@ class RolloutWorkers:
         return sum(sum(w.held.values()) for w in self._workers if not w.ended)
 
     def metrics(self) -> Mapping[str, float]:
-        return {"perf/held_bytes": float(self.nbytes)}
+        return {"perf/held_bytes": float(self.nbytes), **self._rewards.metrics()}
 
     # ---- a worker ends
 

@@ -25,6 +25,7 @@ from miles_like.cluster.workers.link import Answered
 from miles_like.protocols import RewardFn
 from miles_like.records import RecordGroup, SampleRecord
 from miles_like.report.metrics import write_rollouts
+from miles_like.report.reward_calls import RewardTally
 from miles_like.storage.completion import file_sha256
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, Score, Unit, Unscored
 
@@ -75,6 +76,7 @@ class Sampling:
     work: Work
     reward: RewardFn | None = None  # of whole rounds, for which the sampler has RewardOfRounds
     close: Callable[[], Any]  # a coroutine function
+    rewards: RewardTally = field(default_factory=RewardTally)  # of all rewards that the worker calls
 
 
 SamplingFactory = Callable[[Sequence[str]], Sampling]  # of the URLs of a worker's servers
@@ -97,6 +99,7 @@ class Next(NamedTuple):
 
     done: Sequence[Done]
     asks: bool  # its samples wait for their scores, until `scored` (rounds.py)
+    rewards: RewardTally  # calls of the whole worker since the last news
 
 
 class Restored(NamedTuple):
@@ -183,7 +186,7 @@ class RolloutWorker:
             share.task.result()
         done, share.done = share.done, []
         asks, share.asked = share.unscored is not None and not share.asked, share.unscored is not None
-        return Next(done, asks)
+        return Next(done, asks, self._sampling.rewards.take())
 
     async def unscored(
         self, values: Sequence[Any], call: int

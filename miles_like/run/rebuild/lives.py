@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
 from miles_like.run.rebuild.budget import RebuildBudget
+from miles_like.run.watched.orders import GoingBack
 from miles_like.types import RanksLostError
 
 
@@ -35,17 +36,27 @@ class Life(Protocol):
         """The run from its last checkpoint, on ranks that are started for it. Raises as `run`; it may be called
         again."""
 
+    async def back(self, going: GoingBack) -> Self:
+        """The run from its best checkpoint, under the next step's number. Raises Stopped where it went back too often,
+        and as `next`."""
+
 
 async def run_through_losses(life: Life, budget: RebuildBudget, say: Callable[[str], None]) -> None:
-    """Runs a life, and another after each loss of ranks, also of those that are just rebuilt. Raises as
-    `RebuildBudget.spend`, and every other error of a life."""
+    """Runs a life, and another after each loss of ranks, also of those that are just rebuilt, and where the run goes
+    back. Raises as `RebuildBudget.spend`, and every other error of a life."""
     lost: RanksLostError | None = None
+    going: GoingBack | None = None
     while True:
         try:
             if lost is not None:
-                life, lost = await life.next(), None  # an error holds what its frames do: the life before
+                life, lost, going = await life.next(), None, None  # an error holds what its frames do: the life before
+            elif going is not None:
+                life, going = await life.back(going), None
             await unless_lost(life)
             return
+        except GoingBack as e:
+            going = e
+            continue
         except Exception as e:
             if (lost := lost_ranks_error(e)) is None:
                 raise

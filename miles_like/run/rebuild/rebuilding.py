@@ -22,6 +22,7 @@ from miles_like.run.rebuild.ranks import RunRanks, start_ranks
 from miles_like.run.setup.launcher import Launcher
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.trainer_side import Resumed, RunFiles
+from miles_like.run.watched.orders import GoingBack
 from miles_like.types import Json, RanksLostError
 
 
@@ -99,6 +100,15 @@ class RebuildingRun(ABC):
         life.attach(await asyncio.to_thread(start_ranks, self.launcher, plan, self.loss, life.life))
         return life
 
+    async def back(self, going: GoingBack) -> Self:
+        """As `Life.back`."""
+        raise going  # a run without alerts never goes back
+
+    async def end_ranks(self) -> None:
+        """Ends the ranks of all roles."""
+        for one in self.ranks:
+            await one.close()
+
     def _without_lost_nodes(self) -> tuple[ModelPlan, Collection[int]]:
         """The plan, once nodes that are lost were replaced or left out, and the numbers of the servers that were there.
         Raises as `plan_on_rest`."""
@@ -125,7 +135,9 @@ class RebuildingRun(ABC):
 
     def goes_on(self, error: BaseException) -> bool:
         """Whether another life follows one that ends with `error`."""
-        return self._budget.left and (self.lost is not None or lost_ranks_error(error) is not None)
+        return isinstance(error, GoingBack) or (
+            self._budget.left and (self.lost is not None or lost_ranks_error(error) is not None)
+        )
 
     def go_on(self, rows: Rows, first: int) -> None:
         """Call before step `first` of a life. After a loss notes the seconds since the boundary at which this life

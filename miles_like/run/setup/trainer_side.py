@@ -19,9 +19,11 @@ from miles_like.checkpoint.resume_check import resume_differences
 from miles_like.checkpoint.run_state import RunState
 from miles_like.checkpoint.writer import CONFIG, FILES, KEPT, RunCheckpoints
 from miles_like.config.load import store_config
-from miles_like.protocols import TrainerRanks
+from miles_like.protocols import MetricSink, TrainerRanks
+from miles_like.report.aliases import Aliased
 from miles_like.report.console import ConsoleSink
 from miles_like.report.html import read_metrics, write_report
+from miles_like.report.paired.history import EvalHistory
 from miles_like.report.provenance import note_start
 from miles_like.report.sinks import JsonlSink, MultiSink, TensorboardSink
 from miles_like.report.speed import SpeedMeter
@@ -158,15 +160,15 @@ class RunFiles:
     def _say(self, text: str) -> None:
         self.console.print(f"{'':12}{text}", markup=False, highlight=False, soft_wrap=True)
 
-    def sink(self, first: int = 0) -> MultiSink:
-        """The sinks of a run that begins at step `first`: metrics.jsonl, TensorBoard, the best checkpoint, the
-        console."""
+    def sink(self, first: int = 0, *more: MetricSink) -> MultiSink:
+        """The sinks of a run that begins at step `first`: metrics.jsonl, TensorBoard, the best checkpoint, the console,
+        and `more`."""
         rows = JsonlSink(self.plan.run_dir / METRICS, self.plan.fence)
         self.appended[METRICS] = rows.file
+        curves = TensorboardSink(self.plan.run_dir / "tensorboard", first=first, fence=self.plan.fence)
         return MultiSink(
             [
-                rows,
-                TensorboardSink(self.plan.run_dir / "tensorboard", first=first, fence=self.plan.fence),
+                Aliased(MultiSink([rows, curves]), self.plan.config.report.aliases),
                 self.best,
                 ConsoleSink(
                     steps=self.plan.config.train.steps,
@@ -175,8 +177,12 @@ class RunFiles:
                     run_dir=self.plan.run_dir,
                     ends=lambda: self.ends,
                 ),
+                *more,
             ]
         )
+
+    def evaluations(self) -> EvalHistory:
+        return EvalHistory(self.plan.run_dir, self.plan.fence, self.earlier)
 
     def ledger(self) -> Ledger:
         path = self.plan.run_dir / LEDGER

@@ -18,6 +18,7 @@ from miles_like.config.sections.reward import RewardConfig
 from miles_like.experience.teachers import Teachers
 from miles_like.experience.token_work import TokenWork
 from miles_like.plugins import GIVEN
+from miles_like.report.reward_calls import RewardTally
 from miles_like.rewards.load import OUTAGE_S, Rewards
 from miles_like.run.setup.model_plan import ModelPlan, model_plan, run_algorithm
 from miles_like.run.setup.rollout_side import RolloutSide
@@ -93,7 +94,8 @@ class WorkerRecipe:
     def __call__(self, urls: Sequence[str]) -> Sampling:
         """Raises ValueError for a reward, filter or environment that cannot be loaded."""
         plan = model_plan(self.config, self.run_dir, self.served, self.weights)
-        rollout, rewards = RolloutSide(plan=plan, key=self.key), Rewards(self.config.reward, outage_s=OUTAGE_S)
+        rollout, calls = RolloutSide(plan=plan, key=self.key), RewardTally()
+        rewards = Rewards(self.config.reward, outage_s=OUTAGE_S, log=calls)
         # where the run goes on without some servers, a worker whose own ones are gone asks others
         serving, of_run = None, list(urls)
         if self.goes_on:
@@ -138,6 +140,7 @@ class WorkerRecipe:
             filter=make_filter(self.config.algorithm.parts.filter, greedy=GREEDY in algorithm.needs),
             answer=answer,
             work=TokenWork(algorithm=algorithm, teachers=teachers),
+            rewards=calls,
             reward=reward,
             close=close,
         )

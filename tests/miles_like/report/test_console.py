@@ -168,9 +168,9 @@ def test_a_table_in_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str], mo
 
 
 def test_a_warning_is_printed_once_with_its_link() -> None:
-    equal = {"rollout/reward/mean": 0.0, "rollout/zero_std_group_frac": 1.0}
-    lines = printed([(i, equal) for i in range(1, 20)])
+    cut = {"rollout/reward/mean": 0.0, "rollout/truncated_frac": 1.0}
+    lines = printed([(i, cut) for i in range(1, 20)])
     assert [line for line in lines if "warning" in line] == [
-        "            warning: step 3: all rewards are equal within every group, in 3 steps in a row: these steps train "
-        "nothing (see docs/troubleshooting.md#all-groups-equal)"
+        "            warning: step 5: 100% of the samples of the last 5 steps are truncated at rollout.max_new_tokens "
+        "(see docs/troubleshooting.md#truncated-answers)"
     ]

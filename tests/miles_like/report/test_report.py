@@ -20,7 +20,7 @@ from miles_like.report.metrics import write_rollouts
 from miles_like.report.sinks import JsonlSink
 from tests.support.cli_runner import CliRunner
 from tests.support.made_samples import group, sample
-from tests.support.refusals import check_refusal, refuses
+from tests.support.refusals import refuses
 
 FULL = {
     "rollout/reward/mean": 0.5,
@@ -136,23 +136,6 @@ def test_a_ledger_without_discarded_samples_is_a_sentence(tmp_path):
     ledger.close()
     page = write_report(tmp_path).read_text()
     assert "none was discarded" in page and "<h2>Ledger" not in page and plots(page) == []
-
-
-def test_runs_are_compared_side_by_side(tmp_path):
-    rows = {"a": (0.25, 0.5), "b": (0.5, 0.125)}
-    for name, rewards in rows.items():
-        (tmp_path / name).mkdir()
-        write(tmp_path / name, [(i, {"rollout/reward/mean": r, f"of/{name}": 1.0}) for i, r in enumerate(rewards, 1)])
-    done = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b")])
-    lines = {line.split()[1]: line for line in done.output.splitlines() if line.startswith("│")}
-    assert done.exit_code == 0 and "0.25 -> 0.5 (0.5)" in lines["rollout/reward/mean"]
-    assert "0.5 -> 0.125 (0.5)" in lines["rollout/reward/mean"] and set(lines) == {"rollout/reward/mean"}
-    assert f"{tmp_path}/a: 2 steps" in done.output
-    done = CliRunner().invoke(app, ["compare", "--all", str(tmp_path / "a"), str(tmp_path / "b")])
-    assert " of/a " in done.output and " of/b " in done.output
-    refused = CliRunner().invoke(app, ["compare", str(tmp_path / "a")])
-    assert refused.exit_code == 2
-    check_refusal(refused.stderr, tmp_path / "a", "two")
 
 
 def test_missing_keys_are_skipped(tmp_path):

@@ -37,10 +37,11 @@ from miles_like.rewards.load import Rewards, scored_by
 from miles_like.run.setup.delivery import TrainerPublication
 from miles_like.run.setup.launcher import Launcher
 from miles_like.run.setup.model_plan import ModelPlan, planned_model, run_algorithm
+from miles_like.run.setup.prompts import Prompts
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.sampler import EngineSampler
 from miles_like.run.setup.trainer_side import LEDGER, METRICS, RunFiles
-from miles_like.run.train import Prompts, TrainingRun, train
+from miles_like.run.train import TrainingRun, train
 from miles_like.stopping import StopRequest
 from miles_like.storage.appended_file import AppendedFile, positions
 from miles_like.types import Prompt, SampleGroup, SamplingParams, Unit, VersionSpan

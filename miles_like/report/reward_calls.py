@@ -1,0 +1,68 @@
+"""What the calls of rewards take, which are tried again and which fail.
+
+The figures depend on timing, so their keys begin with `perf/` (docs/metrics.md#operations).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+CAUSES = ("timeout", "away", "unscored")  # why a call of a reward gave no score
+_MOST = 100_000  # latencies that are kept between two rows
+
+
+@dataclass(slots=True, kw_only=True)
+class RewardTally:
+    """Counts the calls of rewards in one process: a `RewardLog` (miles_like.protocols)."""
+
+    waiting: int = 0  # samples whose score is being computed
+    latencies: list[float] = field(default_factory=list)  # s, of each sample that was scored or not, since `take`
+    retried: Counter[str] = field(default_factory=Counter)  # cause -> samples whose reward was called again
+    failed: Counter[str] = field(default_factory=Counter)  # cause -> samples that have no score
+
+    def begin(self, samples: int) -> None:
+        self.waiting += samples
+
+    def end(self, samples: int, seconds: float) -> None:
+        self.waiting -= samples
+        self.latencies += [seconds] * min(samples, _MOST - len(self.latencies))
+
+    def retry(self, cause: str, samples: int) -> None:
+        self.retried[cause] += samples
+
+    def fail(self, cause: str, samples: int) -> None:
+        self.failed[cause] += samples
+
+    def take(self) -> RewardTally:
+        """What was counted since the last call; `waiting` stays."""
+        taken = RewardTally(waiting=self.waiting, latencies=self.latencies, retried=self.retried, failed=self.failed)
+        self.latencies, self.retried, self.failed = [], Counter(), Counter()
+        return taken
+
+    def add(self, other: RewardTally) -> None:
+        """Adds what another process has counted, but not what waits there."""
+        self.latencies += other.latencies[: _MOST - len(self.latencies)]
+        self.retried += other.retried
+        self.failed += other.failed
+
+    def metrics(self) -> dict[str, float]:
+        """`perf/reward/...`, `perf/retries/...`, `perf/failures/...` since the last call, and `perf/queue/scoring`."""
+        taken = self.take()
+        return {
+            **_percentiles(taken.latencies),
+            "perf/queue/scoring": float(taken.waiting),
+            **{f"perf/retries/reward_{cause}": float(taken.retried[cause]) for cause in CAUSES},
+            **{f"perf/failures/reward_{cause}": float(taken.failed[cause]) for cause in CAUSES},
+        }
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """By the nearest rank, so that each is one of the measured times."""
+    if not seconds:
+        return {}
+    p50, p99 = np.quantile(seconds, (0.5, 0.99), method="inverted_cdf")
+    return {"perf/reward/p50_s": float(p50), "perf/reward/p99_s": float(p99)}

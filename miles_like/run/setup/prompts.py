@@ -1,0 +1,39 @@
+"""What a run asks: its training prompts and held-out sets, and the rewards that score the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from miles_like.loop.evaluation import HeldOut, held_out
+from miles_like.preflight.checks import check_over_sampling
+from miles_like.report.reward_calls import RewardTally
+from miles_like.rewards.load import OUTAGE_S, Rewards
+from miles_like.run.setup.model_plan import ModelPlan
+from rollout.prompts.contamination import decontaminate
+from rollout.prompts.mix import PromptSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """Training prompts, held-out sets and rewards of a run."""
+
+    source: PromptSource
+    held_out: Sequence[HeldOut]
+    rewards: Rewards
+
+
+def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
+    """Reads the training prompts and held-out sets and makes the rewards. Raises ValueError naming file and row, or the
+    reward."""
+    c = plan.config
+    rewards = Rewards(c.reward, outage_s=OUTAGE_S, log=RewardTally())
+    check_over_sampling(c, rewards(None))
+    source = PromptSource(c.data, plan.tokenizer, seed=c.seed, compared_by=rewards(None).compares)
+    held = held_out(c.eval_sets, c.data, plan.tokenizer, rewards)
+    shared = decontaminate(source, {h.config.name: h.prompts for h in held}, c.data.decontaminate)
+    for sentence in (*source.notes, *shared):
+        console.print(f"{'':12}{sentence}", markup=False, soft_wrap=True)
+    return Prompts(source=source, held_out=held, rewards=rewards)
