@@ -21,7 +21,7 @@ RUN_FILES = (
     "ledger.jsonl",
     "starts.jsonl",
     "report.html",
-    "plots",
+    "plots",  # of earlier versions
     "published",
     "servers",
     "verify",

@@ -19,10 +19,11 @@ from miles_like.checkpoint.resume_check import resume_differences
 from miles_like.checkpoint.run_state import RunState
 from miles_like.checkpoint.writer import CONFIG, FILES, KEPT, RunCheckpoints
 from miles_like.config.load import store_config
+from miles_like.page.write import write_report
 from miles_like.protocols import TrainerRanks
 from miles_like.report.console import ConsoleSink
-from miles_like.report.html import read_metrics, write_report
 from miles_like.report.provenance import note_start
+from miles_like.report.rows import read_metrics
 from miles_like.report.sinks import JsonlSink, MultiSink, TensorboardSink
 from miles_like.report.speed import SpeedMeter
 from miles_like.run.setup.model_plan import ModelPlan
