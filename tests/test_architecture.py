@@ -187,8 +187,8 @@ RULES = {
     " miles_like.device_table",
     "miles_like.run.setup": f"{CONTRACTS} quant routing_replay rollout megatron_bridge miles_like.algorithms"
     " miles_like.batch miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience"
-    " miles_like.fleet miles_like.nodes miles_like.pipeline miles_like.report miles_like.staging miles_like.storage"
-    " miles_like.supervised miles_like.rewards miles_like.turns miles_like.alignment",
+    " miles_like.fleet miles_like.nodes miles_like.page miles_like.pipeline miles_like.report miles_like.staging"
+    " miles_like.storage miles_like.supervised miles_like.rewards miles_like.turns miles_like.alignment",
     # a run that goes on where it loses ranks or nodes
     "miles_like.run.rebuild": f"{CONTRACTS} rollout.episodes rollout.prompts megatron_bridge.config"
     " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.fleet miles_like.loop miles_like.report"
@@ -207,7 +207,7 @@ RULES = {
     "miles_like.commands": "quant.hf_config megatron_bridge.config megatron_bridge.fake megatron_bridge.plan"
     " rollout.embedded.server rollout.server_key miles_like.api miles_like.command_errors"
     " miles_like.config miles_like.device_table miles_like.doctor miles_like.hf miles_like.launch miles_like.limits"
-    " miles_like.pipeline miles_like.preflight miles_like.report miles_like.run miles_like.simulation"
+    " miles_like.page miles_like.pipeline miles_like.preflight miles_like.report miles_like.run miles_like.simulation"
     " miles_like.variables",
     "miles_like.commands.data": "miles_like.command_errors miles_like.commands miles_like.datasets miles_like.run",
     "miles_like.commands.config": "miles_like.command_errors miles_like.commands miles_like.config",

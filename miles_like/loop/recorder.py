@@ -13,6 +13,7 @@ from typing import Literal, Protocol, get_args
 from miles_like.algorithms.advantages.remax import without_greedy
 from miles_like.algorithms.terms.mismatch import finish
 from miles_like.checkpoint.ledger import Ledger
+from miles_like.experience.token_columns import Columns
 from miles_like.loop.buffer import Taken
 from miles_like.loop.rollout_stats import Rewards, total
 from miles_like.loop.step_bounds import StepBounds
@@ -33,7 +34,7 @@ class TurnTimes(Protocol):
 class GroupStore(Protocol):
     """Where the values of the samples' tokens are: in this process, or in rollout workers."""
 
-    def write_rollouts(self, path: Path, groups: Sequence[SampleGroup]) -> None:
+    def write_rollouts(self, path: Path, groups: Sequence[SampleGroup], columns: Sequence[Sequence[Columns]]) -> None:
         """As `report.metrics.write_rollouts`; it may return before the file is written."""
 
     def release(self, groups: Sequence[SampleGroup]) -> None:
@@ -45,8 +46,8 @@ class GroupStore(Protocol):
 class InThisProcess:
     """Values live as long as their groups do."""
 
-    def write_rollouts(self, path: Path, groups: Sequence[SampleGroup]) -> None:
-        write_rollouts(path, groups)
+    def write_rollouts(self, path: Path, groups: Sequence[SampleGroup], columns: Sequence[Sequence[Columns]]) -> None:
+        write_rollouts(path, groups, columns)
 
     def release(self, groups: Sequence[SampleGroup]) -> None:
         """There is nothing else to free."""
@@ -78,6 +79,7 @@ class StepRecord:
     tokens: int = 0  # response tokens among them
     metrics: dict[str, float] = field(default_factory=dict)  # of the trainer and of the experience
     published: PublishReport | None = None
+    columns: Sequence[Sequence[Columns]] = ()  # values of tokens for the samples' file
 
     @contextmanager
     def timed(self, phase: Phase) -> Iterator[None]:
@@ -144,7 +146,8 @@ class Recorder:
         if self.fence is not None:
             self.fence.check()
         if self.samples is not None:
-            self.store.write_rollouts(self.samples / f"step_{done}.jsonl", [t.group for t in record.taken])
+            groups = [t.group for t in record.taken]
+            self.store.write_rollouts(self.samples / f"step_{done}.jsonl", groups, record.columns)
         self.bounds.check(done, record.metrics)
 
     def row(self, record: StepRecord, *, dropped: int) -> dict[str, float]:

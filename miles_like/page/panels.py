@@ -187,9 +187,9 @@ ALIGNMENT = (
     Panel(
         id="ratios",
         title="Ratio of trainer to rollout",
-        unit="tokens of the last step, by rho",
-        missing="set mismatch.histogram = true",
-        metrics={"mismatch/rho_hist/*": ""},
+        unit="tokens of the kept samples, by rho; of the last step that has them",
+        missing="set train.token_logprobs_every, without rollout.workers",
+        metrics={},
         kind="ratios",
     ),
     Panel(

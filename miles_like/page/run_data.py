@@ -59,6 +59,7 @@ def sample_data(run_dir: Path) -> dict[str, Any]:
         "samples": kept.samples,
         "worst": kept.worst,
         "rewards": histograms(kept.rewards),
+        "ratios": kept.ratios,
         "steps": sorted(kept.rewards),
         "left_out": kept.left_out,
     }

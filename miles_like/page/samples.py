@@ -6,6 +6,8 @@ the last ones, and some between.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import re
 from collections import Counter
@@ -23,6 +25,7 @@ SAMPLES = 600  # of all steps together
 TEXT = 20_000  # characters of a prompt or a response
 TOKENS, ALL_TOKENS = 4_096, 200_000  # with their values: of a sample, of all samples
 BINS = 30
+EDGES = (0.125, 0.25, 0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0, 4.0, 8.0)  # of rho
 WORST = 5  # samples of each cause
 KEYS = ("index", "prompt", "response", "answer", "reward", "finish")
 
@@ -48,6 +51,7 @@ class Kept:
     worst: list[dict[str, Any]] = field(default_factory=list)
     rewards: dict[int, list[float]] = field(default_factory=dict)
     left_out: int = 0
+    ratios: dict[str, Any] | None = None  # `ratios` of the last step with the trainer's log-probs
 
 
 def kept_samples(run_dir: Path, words: Words | None = None) -> Kept:
@@ -58,6 +62,8 @@ def kept_samples(run_dir: Path, words: Words | None = None) -> Kept:
         found = list(sample_lines(path, run_dir))
         out.rewards[step] = [float(r["reward"]) for r in found if is_number(r["reward"])]
         rows += [(step, row) for row in found]
+        if (of_step := ratios(found)) is not None:
+            out.ratios = of_step | {"step": step}
     worst = {(i, cause.name): v for cause in CAUSES for i, v in _worst([r for _, r in rows], cause.figure)}
     chosen = _chosen(len(rows), {i for i, _ in worst})
     places, left = {row: place for place, row in enumerate(chosen)}, ALL_TOKENS
@@ -267,6 +273,21 @@ def _turns(step: int, row: Row, words: Words | None, limit: int) -> list[dict[st
         if words is not None:
             turn["words"] = words(turn["ids"])
     return [{k: v for k, v in turn.items() if v != [] or k == "ids"} for turn in out]
+
+
+def ratios(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Tokens by rho, the trainer's probability over the rollout's, before the step: `bins` between EDGES and `counts`.
+    None without the trainer's log-probs."""
+    pairs = [
+        pair for row in rows for pair in zip(_floats(row, "trainer_logprobs"), _floats(row, "logprobs"), strict=False)
+    ]
+    if not pairs:
+        return None
+    counts = [0] * (len(EDGES) + 1)
+    for trainer, rollout in pairs:
+        counts[bisect.bisect_right(EDGES, math.exp(min(trainer - rollout, 700.0)))] += 1
+    inner = [f"{low:g} to {high:g}" for low, high in itertools.pairwise(EDGES)]
+    return {"bins": [f"below {EDGES[0]:g}", *inner, f"{EDGES[-1]:g} and more"], "counts": counts}
 
 
 def histograms(rewards: Mapping[int, Sequence[float]]) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ RUN_FILES = (
     "metrics.jsonl",
     "ledger.jsonl",
     "starts.jsonl",
+    "tokenizer.json",
     "report.html",
     "plots",  # of earlier versions
     "published",

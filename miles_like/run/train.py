@@ -26,6 +26,7 @@ from miles_like.cluster.workers.values import HeldValues
 from miles_like.experience.experience import Experience, OwnValues, Scorer, TokenValues
 from miles_like.experience.held_teachers import HeldTeachers
 from miles_like.experience.teachers import Teachers
+from miles_like.experience.token_columns import TrainerLogprobs
 from miles_like.loop.buffer import DataBuffer
 from miles_like.loop.controller import Controller
 from miles_like.loop.evaluation import Evaluator, HeldOut, held_out
@@ -417,6 +418,19 @@ class TrainingRun(RebuildingRun):
             values=self.values,
             mask_truncated=c.algorithm.parts.mask_truncated,
             shuffle_seed=c.seed if c.algorithm.parts.shuffle_advantages else None,
+            trainer_logprobs=self._trainer_logprobs(packs),
+        )
+
+    def _trainer_logprobs(self, packs: Packer) -> TrainerLogprobs | None:
+        c = self.config
+        if not c.train.token_logprobs_every:
+            return None
+        return TrainerLogprobs(
+            every=c.train.token_logprobs_every,
+            ranks=self.trainer,
+            packer=packs,
+            temperature=c.rollout.temperature,
+            replay=c.replay.mode == "r3",
         )
 
     @property

@@ -80,15 +80,12 @@ function histogram(panel, runs, state) {
   return traces;
 }
 
-// mismatch/rho_hist/LOWER: tokens with a ratio from LOWER up to the next one
-function ratios(panel, runs) {
+function ratios(panel, runs, state) {
   return runs.flatMap((run, r) => {
-    const found = Object.entries(run.last).filter(([key]) => key.startsWith("mismatch/rho_hist/"))
-      .map(([key, n]) => [Number(key.split("/")[2]), n]).filter(([low]) => Number.isFinite(low)).sort((a, b) => a[0] - b[0]);
-    if (!found.length) return [];
-    const names = found.map(([low], i) => (i + 1 < found.length ? `${low} to ${found[i + 1][0]}` : `${low} and more`));
-    return [{ type: "bar", x: names, y: found.map(([, n]) => n), name: plain(run.name), marker: { color: COLOURS[r % COLOURS.length] },
-      hovertemplate: "rho %{x}: %{y} tokens<extra></extra>" }];
+    const found = state.samples()[r].ratios;
+    if (!found) return [];
+    return [{ type: "bar", x: found.bins, y: found.counts, name: plain(`${run.name}: step ${found.step}`),
+      marker: { color: COLOURS[r % COLOURS.length] }, hovertemplate: "rho %{x}: %{y} tokens<extra></extra>" }];
   });
 }
 
@@ -117,7 +114,7 @@ function drawing(panel, traces) {
     bargap: panel.kind === "bars" ? 0 : 0.2, showlegend: traces.filter((t) => t.showlegend !== false).length > 1 && panel.kind !== "grid",
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 10 } },
     xaxis: { ...axis, ...(steps ? {} : { type: panel.kind === "gantt" ? "linear" : "category" }) },
-    yaxis: { ...axis, type: panel.log ? "log" : panel.kind === "gantt" || panel.kind === "grid" ? "category" : "linear",
+    yaxis: { ...axis, type: panel.log || panel.kind === "ratios" ? "log" : panel.kind === "gantt" || panel.kind === "grid" ? "category" : "linear",
       tickformat: panel.share ? ".0%" : "", autorange: panel.kind === "gantt" ? "reversed" : true } };
 }
 

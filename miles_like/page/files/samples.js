@@ -2,8 +2,8 @@
 const LISTED = 200;
 const COLOURINGS = {
   gap: { name: "log-prob gap", unit: "nats, trainer less rollout", signed: true, limit: 1,
-    missing: "the samples of this run have no trainer_logprobs" },
-  advantage: { name: "advantage", unit: "", signed: true, limit: 2, missing: "the samples of this run have no advantages" },
+    missing: "the rollout has no trainer's log-probs here: set train.token_logprobs_every" },
+  advantage: { name: "advantage", unit: "", signed: true, limit: 2, missing: "samples that rollout workers hold have no advantages" },
   age: { name: "staleness", unit: "versions", signed: false, limit: 4, missing: "the samples of this run have no weight versions" },
   logprobs: { name: "log-prob of the rollout", unit: "nats", signed: false, limit: -6,
     missing: "the samples of this run have no log-probs" },

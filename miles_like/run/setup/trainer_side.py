@@ -19,6 +19,8 @@ from miles_like.checkpoint.resume_check import resume_differences
 from miles_like.checkpoint.run_state import RunState
 from miles_like.checkpoint.writer import CONFIG, FILES, KEPT, RunCheckpoints
 from miles_like.config.load import store_config
+from miles_like.limits.regular_files import replace_bytes
+from miles_like.page.words import TOKENIZER
 from miles_like.page.write import write_report
 from miles_like.protocols import TrainerRanks
 from miles_like.report.console import ConsoleSink
@@ -140,14 +142,17 @@ class RunFiles:
         return resumed
 
     def begin(self) -> None:
-        """Stores the configuration and a line about this start, and prints where the curves will be. Raises ValueError
-        where the disk is full, StaleEpochError."""
+        """Stores the configuration, a line about this start and the tokenizer; prints where the curves will be. Raises
+        ValueError where the disk is full, StaleEpochError."""
         run_dir = self.plan.run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         if self.plan.fence is not None:
             self.plan.fence.begins(self.first)
         store_config(self.plan.config, run_dir / "config.toml")
         note_start(run_dir)
+        tokenizer = self.plan.served / TOKENIZER
+        if tokenizer.is_file() and not (run_dir / TOKENIZER).exists():
+            replace_bytes(run_dir / TOKENIZER, tokenizer.read_bytes())
         self._say(f"Curves: tensorboard --logdir {run_dir / 'tensorboard'}")
 
     def end(self) -> None:

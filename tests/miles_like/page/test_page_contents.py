@@ -112,6 +112,12 @@ def test_samples_have_turns_and_values_of_their_tokens(tmp_path: Path) -> None:
         "age": [2, 2],
     }
     assert made["turns"][3]["age"] == [0] and made["turns"][0] == {"own": False, "ids": [0, 1], "words": ["a", "b"]}
+    of = data_of(tmp_path)["samples"][0]["ratios"]
+    assert of["step"] == 9 and {b: n for b, n in zip(of["bins"], of["counts"], strict=True) if n} == {
+        "0.5 to 0.8": 1,  # exp(-0.25)
+        "0.99 to 1.01": 1,
+        "1.1 to 1.25": 1,  # exp(0.125)
+    }
     causes = {w["cause"]: w["figure"] for w in data_of(tmp_path)["samples"][0]["worst"]}
     assert causes == {
         "largest log-prob gap": 0.25,
@@ -248,7 +254,7 @@ def test_a_run_that_has_little_has_little_to_show(tmp_path: Path) -> None:
     run, samples = found["runs"][0], found["samples"][0]
     assert run["curves"] == {"train/entropy": [[1, 2], [1, 0.5]], "nonfinite_count": [[1], [1]]}
     assert run["ledger"] is run["layers"] is run["config"] is run["steps"] is None
-    assert samples == {"samples": [], "worst": [], "rewards": None, "steps": [], "left_out": 0}
+    assert samples == {"samples": [], "worst": [], "rewards": None, "ratios": None, "steps": [], "left_out": 0}
     assert run["figures"][0] == ["train/entropy", 1, 0.5, None, True]
 
 
