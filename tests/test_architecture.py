@@ -127,7 +127,7 @@ RULES = {
     # miles_like: what a run keeps
     "miles_like.storage": CONTRACTS,
     "miles_like.checkpoint": f"{CONTRACTS} routing_replay miles_like.config.sections miles_like.storage",
-    "miles_like.report": f"{CONTRACTS} miles_like.config.sections miles_like.storage miles_like.checkpoint",
+    "miles_like.report": f"{CONTRACTS} miles_like.config.sections miles_like.storage",
     # a run for people: in a browser, and in a terminal
     "miles_like.page": f"{CONTRACTS} miles_like.checkpoint miles_like.config.sections miles_like.report",
     "miles_like.datasets": f"{CONTRACTS} rollout.prompts miles_like.config miles_like.rewards miles_like.storage",

@@ -54,7 +54,7 @@ def errors_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 def _rows(path: Path, run_dir: Path) -> list[Mapping[str, Any]]:
     """Lines that are no objects, as one that is being written, are left out."""
-    found = []
+    found: list[Mapping[str, Any]] = []
     for line in own_text(path, run_dir, FILE_BYTES).split("\n"):
         try:
             row = parse_json(line)

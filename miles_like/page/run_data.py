@@ -34,7 +34,7 @@ def run_data(run_dir: Path, rows: Rows) -> dict[str, Any]:
     text = _config(run_dir)
     return {
         "name": cut(run_dir.resolve().name),
-        "steps": total_steps(text),
+        "steps": train_setting(text, "steps"),
         "last": row_figures(rows[-1]),
         "curves": {key: curve(*of) for key, of in found.items()},
         "means": {key: running_means(found[key][1]) for key in SMOOTHED if key in found},
@@ -54,7 +54,8 @@ def run_data(run_dir: Path, rows: Rows) -> dict[str, Any]:
 def sample_data(run_dir: Path) -> dict[str, Any]:
     """The samples, their worst, and the distribution of rewards. Raises ValueError as `kept_samples`."""
     folder = run_dir / "rollouts"
-    kept = kept_samples(run_dir, words_of(run_dir)) if check_own(folder, run_dir) else Kept()
+    every = train_setting(_config(run_dir), "token_logprobs_every") or 0
+    kept = kept_samples(run_dir, words_of(run_dir), every) if check_own(folder, run_dir) else Kept()
     return {
         "samples": kept.samples,
         "worst": kept.worst,
@@ -114,13 +115,13 @@ def ledger(run_dir: Path) -> dict[str, Any] | None:
     return {"wrong": found.wrong, "unfinished": found.unfinished, "totals": last, "reasons": reasons}
 
 
-def total_steps(config: str | None) -> int | None:
-    """train.steps of the configuration's text; None where it does not have it."""
+def train_setting(config: str | None, key: str) -> int | None:
+    """The key of [train] in the configuration's text; None where it has no such number above 0."""
     try:
-        steps = tomllib.loads(config or "").get("train", {}).get("steps")
+        found = tomllib.loads(config or "").get("train", {}).get(key)
     except (tomllib.TOMLDecodeError, RecursionError, AttributeError):
         return None
-    return steps if type(steps) is int and 0 < steps < 1 << 53 else None
+    return found if type(found) is int and 0 < found < 1 << 53 else None
 
 
 def _config(run_dir: Path) -> str | None:
@@ -130,7 +131,7 @@ def _config(run_dir: Path) -> str | None:
 
 def _starts(run_dir: Path) -> list[Sequence[str]]:
     """Date, host, command, commit and versions of each start."""
-    out = []
+    out: list[Sequence[str]] = []
     for one in starts(run_dir):
         versions = one.get("versions")
         names = versions.items() if isinstance(versions, dict) else ()

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from miles_like.limits.regular_files import MIB, check_inside, parse_json, read_own
 from miles_like.page.curves import short
@@ -54,11 +54,11 @@ class Kept:
     ratios: dict[str, Any] | None = None  # `ratios` of the last step with the trainer's log-probs
 
 
-def kept_samples(run_dir: Path, words: Words | None = None) -> Kept:
-    """words: of the run's tokenizer; None: tokens are shown as their ids. Raises ValueError for a line that is no
-    sample, and for a file that is not a regular file of the directory."""
+def kept_samples(run_dir: Path, words: Words | None = None, every: int = 0) -> Kept:
+    """words: of the run's tokenizer; None: tokens are shown as their ids. every: as of `chosen_files`. Raises
+    ValueError for a line that is no sample, and for a file that is not a regular file of the directory."""
     out, rows = Kept(), list[tuple[int, Row]]()
-    for step, path in chosen_files(run_dir / "rollouts"):
+    for step, path in chosen_files(run_dir / "rollouts", every):
         found = list(sample_lines(path, run_dir))
         out.rewards[step] = [float(r["reward"]) for r in found if is_number(r["reward"])]
         rows += [(step, row) for row in found]
@@ -87,13 +87,15 @@ def step_files(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in matches if match}
 
 
-def chosen_files(folder: Path) -> list[tuple[int, Path]]:
-    """(step, file), ascending, of at most FILES steps."""
+def chosen_files(folder: Path, every: int = 0) -> list[tuple[int, Path]]:
+    """(step, file), ascending, of at most FILES steps. every: of train.token_logprobs_every; the last of its steps is
+    among them."""
     files = step_files(folder)
     steps = sorted(files)
     if len(steps) > FILES:
-        early = len(steps) - RECENT
-        steps = [steps[early * i // (FILES - RECENT)] for i in range(FILES - RECENT)] + steps[-RECENT:]
+        due = [step for step in steps[:-RECENT] if every and step % every == 0][-1:]
+        between, early = FILES - RECENT - len(due), len(steps) - RECENT
+        steps = sorted({*(steps[early * i // between] for i in range(between)), *due, *steps[-RECENT:]})
     size, out = 0, []
     for step in steps:
         size += 0 if step in (steps[0], steps[-1]) else _size(files[step])
@@ -135,7 +137,7 @@ def own_text(path: Path, directory: Path, limit: int) -> str:
         raise ValueError(f"{path} is damaged: it is not UTF-8 ({e}); remove it") from None
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from miles_like.page.curves import Rises
 from miles_like.page.events import alerts
 from miles_like.page.live_run import LiveRun
-from miles_like.page.run_data import CONFIG, CONFIG_BYTES, total_steps
+from miles_like.page.run_data import CONFIG, CONFIG_BYTES, train_setting
 from miles_like.page.samples import own_text
 from miles_like.report.console import duration, headline_keys, remaining_s
 from miles_like.report.health import warnings
@@ -56,7 +56,7 @@ def top(run: LiveRun, console: Console, *, once: bool) -> None:
 
 def _steps(run: LiveRun) -> int | None:
     path = run.run_dir / CONFIG
-    return total_steps(own_text(path, run.run_dir, CONFIG_BYTES)) if path.exists() else None
+    return train_setting(own_text(path, run.run_dir, CONFIG_BYTES), "steps") if path.exists() else None
 
 
 def view(run: LiveRun, steps: int | None) -> RenderableType:

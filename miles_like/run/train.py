@@ -26,7 +26,6 @@ from miles_like.cluster.workers.values import HeldValues
 from miles_like.experience.experience import Experience, OwnValues, Scorer, TokenValues
 from miles_like.experience.held_teachers import HeldTeachers
 from miles_like.experience.teachers import Teachers
-from miles_like.experience.token_columns import TrainerLogprobs
 from miles_like.loop.buffer import DataBuffer
 from miles_like.loop.controller import Controller
 from miles_like.loop.evaluation import Evaluator, HeldOut, held_out
@@ -53,7 +52,7 @@ from miles_like.run.setup.model_plan import ModelPlan, run_algorithm
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.sampler import EngineSampler, answering
 from miles_like.run.setup.teachers import RunTeachers, run_teachers
-from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter
+from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter, trainer_logprobs
 from miles_like.run.setup.turn_taking import TurnTaking, release_servers, released
 from miles_like.run.setup.worker_side import tokens_of
 from miles_like.stopping import Deadline, StopRequest, run_began, run_to_end
@@ -418,19 +417,7 @@ class TrainingRun(RebuildingRun):
             values=self.values,
             mask_truncated=c.algorithm.parts.mask_truncated,
             shuffle_seed=c.seed if c.algorithm.parts.shuffle_advantages else None,
-            trainer_logprobs=self._trainer_logprobs(packs),
-        )
-
-    def _trainer_logprobs(self, packs: Packer) -> TrainerLogprobs | None:
-        c = self.config
-        if not c.train.token_logprobs_every:
-            return None
-        return TrainerLogprobs(
-            every=c.train.token_logprobs_every,
-            ranks=self.trainer,
-            packer=packs,
-            temperature=c.rollout.temperature,
-            replay=c.replay.mode == "r3",
+            trainer_logprobs=trainer_logprobs(self.plan, self.trainer, packs),
         )
 
     @property

@@ -115,7 +115,7 @@ function drawing(panel, traces) {
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 10 } },
     xaxis: { ...axis, ...(steps ? {} : { type: panel.kind === "gantt" ? "linear" : "category" }) },
     yaxis: { ...axis, type: panel.log || panel.kind === "ratios" ? "log" : panel.kind === "gantt" || panel.kind === "grid" ? "category" : "linear",
-      tickformat: panel.share ? ".0%" : "", autorange: panel.kind === "gantt" ? "reversed" : true } };
+      tickformat: panel.share ? ",.4~%" : "", autorange: panel.kind === "gantt" ? "reversed" : true } };
 }
 
 function draw(panel, holder, state) {

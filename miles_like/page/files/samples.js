@@ -78,9 +78,9 @@ function samplesTab(state) {
 function sampleView({ run, sample }, state) {
   const parts = Object.entries(sample.parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
   const tokens = el("div", {}), has = (key) => sample.turns.some((turn) => turn[key]);
-  if (!has(state.view.colour)) state.view.colour = Object.keys(COLOURINGS).find(has) || "logprobs";
-  const colour = (key) => { state.view.colour = key; tokens.replaceChildren(...tokenView(sample, key)); };
-  colour(state.view.colour);
+  const first = has(state.view.colour) ? state.view.colour : Object.keys(COLOURINGS).find(has) || "logprobs";
+  const colour = (key) => tokens.replaceChildren(...tokenView(sample, key));
+  colour(first);
   return el("article", { class: "card" },
     el("p", { class: "sub" }, state.runs.length > 1 ? `${state.runs[run].name} · ` : "",
       `step ${sample.step} · ${sample.id}/${sample.index} · ${counted(sample.tokens ?? 0, "token")} · end: ${sample.finish} · `, rewardOf(sample)),
@@ -89,7 +89,7 @@ function sampleView({ run, sample }, state) {
     el("h2", {}, "Response"), el("pre", { id: "response" }, sample.response),
     sample.answer && el("h2", {}, "Answer"), sample.answer && el("pre", {}, sample.answer),
     el("h2", {}, "Tokens"),
-    sample.turns.length ? choice("coloured by", Object.entries(COLOURINGS).map(([k, c]) => [k, c.name]), colour, state.view.colour)
+    sample.turns.length ? choice("coloured by", Object.entries(COLOURINGS).map(([k, c]) => [k, c.name]), (key) => { state.view.colour = key; colour(key); }, first)
       : el("p", { class: "sub" }, "This sample has no values of its tokens, or the page's room for them is used up."),
     tokens);
 }
@@ -99,7 +99,7 @@ function tokenView(sample, key) {
   const kind = COLOURINGS[key], own = sample.turns.filter((turn) => turn.own);
   const values = own.flatMap((turn) => turn[key] || []);
   const limit = Math.max(Math.abs(kind.limit) / 10, Math.min(Math.abs(kind.limit), Math.max(0, ...values.map(Math.abs))));
-  const head = el("span", { class: "scale" }, values.length ? `${kind.unit}; full colour at ${number(limit)}` : `${kind.missing}`);
+  const head = el("span", { class: "scale" }, values.length ? `${kind.unit && `${kind.unit}; `}full colour at ${number(limit)}` : kind.missing);
   let turns = 0;
   return [head, ...sample.turns.map((turn, i) => {
     const name = turn.own ? `turn ${++turns} of ${own.length}` : i ? "environment" : "prompt";

@@ -19,6 +19,7 @@ from miles_like.checkpoint.resume_check import resume_differences
 from miles_like.checkpoint.run_state import RunState
 from miles_like.checkpoint.writer import CONFIG, FILES, KEPT, RunCheckpoints
 from miles_like.config.load import store_config
+from miles_like.experience.token_columns import TrainerLogprobs
 from miles_like.limits.regular_files import replace_bytes
 from miles_like.page.words import TOKENIZER
 from miles_like.page.write import write_report
@@ -73,6 +74,15 @@ def speed_meter(plan: ModelPlan) -> SpeedMeter:
         flops=lambda lengths, labels: train_flops(hf, lengths, head_rows=labels, mtp_depths=depths),
         peak=peak and 1e12 * peak * c.parallel.world_size,
     )
+
+
+def trainer_logprobs(plan: ModelPlan, ranks: TrainerRanks, packs: Packer) -> TrainerLogprobs | None:
+    """What scores the tokens of every train.token_logprobs_every-th step; None where it is 0."""
+    c = plan.config
+    if not (every := c.train.token_logprobs_every):
+        return None
+    replay = c.replay.mode == "r3"
+    return TrainerLogprobs(every=every, ranks=ranks, packer=packs, temperature=c.rollout.temperature, replay=replay)
 
 
 class Resumed(NamedTuple):

@@ -1,7 +1,7 @@
 """What is written of a sample's tokens: advantages, and in the steps that are due the trainer's log-probs.
 
-Why it must hold: a token that shows the values of another one misleads whoever looks for the cause of a mismatch. The
-trainer is a stand-in whose log-prob of a token is its id. Not covered: that ranks compute them, tests/e2e.
+Why it must hold: a token that shows the values of another one hides the cause of a mismatch.
+The trainer is a stand-in whose log-prob of a token is its id. Not covered: that ranks compute them, tests/e2e.
 """
 
 from __future__ import annotations

@@ -198,6 +198,15 @@ def test_runs_are_drawn_over_each_other(page: Page, tmp_path: Path) -> None:
     assert page.locator("tbody tr").count() == 2
 
 
+def wait_for(page: Page, expression: str) -> None:
+    """playwright's `wait_for_function` evaluates inside the page, whose policy forbids it."""
+    for _ in range(600):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(expression)
+
+
 def test_a_served_page_follows_the_run(page: Page, tmp_path: Path) -> None:
     write_rows(tmp_path, [(1, {"rollout/reward/mean": 0.25})])
     with listening("127.0.0.1", 0) as listener:
@@ -210,13 +219,13 @@ def test_a_served_page_follows_the_run(page: Page, tmp_path: Path) -> None:
             page.wait_for_selector("#panel-reward .main-svg")
             write_rows(tmp_path, [(2, {"rollout/reward/mean": 0.75})])
             write_rollouts(tmp_path / "rollouts" / "step_2.jsonl", [group([sample(text="new", reward=1.0)])])
-            page.wait_for_function("document.querySelector('#panel-reward .plot').data.at(-1).y.at(-1) === 0.75")
-            page.wait_for_function("document.getElementById('state').textContent.startsWith('step 2')")
+            wait_for(page, "document.querySelector('#panel-reward .plot').data.at(-1).y.at(-1) === 0.75")
+            wait_for(page, "document.getElementById('state').textContent.startsWith('step 2')")
             page.click("#tab-samples")
-            page.wait_for_function("document.getElementById('response')?.textContent === 'new'")
+            wait_for(page, "document.getElementById('response')?.textContent === 'new'")
             write_rows(tmp_path, [(1, {"rollout/reward/mean": 0.125})])
             page.click("#tab-overview")
-            page.wait_for_function("document.querySelector('#panel-reward .plot').data[0].y[0] === 0.125")
+            wait_for(page, "document.querySelector('#panel-reward .plot').data[0].y[0] === 0.125")
         finally:
             page.goto("about:blank")  # no question is open when the server ends
             server.should_exit = True

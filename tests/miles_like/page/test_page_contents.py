@@ -152,6 +152,8 @@ def test_samples_are_of_the_first_the_last_and_some_steps_between(tmp_path: Path
     (tmp_path / "step_x.jsonl").touch()
     steps = [step for step, _ in chosen_files(tmp_path)]
     assert steps[0] == 1 and steps[-3:] == [394, 397, 400] and len(steps) == 8 and steps == sorted(steps)
+    due = [step for step, _ in chosen_files(tmp_path, 50)]
+    assert 250 in due and len(due) <= 8 and {1, 394, 397, 400} <= set(due), "the last of steps 100 and 250"
 
 
 def test_long_texts_and_long_samples_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
