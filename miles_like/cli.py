@@ -24,7 +24,7 @@ from miles_like.commands.options import Command, Group
 from miles_like.commands.output import LOG_LEVELS, set_output
 from miles_like.commands.plan import plan
 from miles_like.commands.quantize import dequantize, quantize
-from miles_like.commands.report import compare, report
+from miles_like.commands.report import compare, report, top, watch
 from miles_like.commands.serve import serve
 from miles_like.commands.servers.app import servers
 from miles_like.commands.simulate import simulate
@@ -46,6 +46,8 @@ _PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "eval": evaluate,
         "calibrate": calibrate,
         "report": report,
+        "watch": watch,
+        "top": top,
         "compare": compare,
     },
     CHECKPOINTS: {"export": export, "quantize": quantize, "dequantize": dequantize, "serve": serve},

@@ -132,9 +132,11 @@ RULES = {
     # rules about a run's metrics: pure, and what they send
     "miles_like.alerts": f"{CONTRACTS} miles_like.config.sections",
     "miles_like.checkpoint": f"{CONTRACTS} routing_replay miles_like.config.sections miles_like.storage",
-    "miles_like.report": f"{CONTRACTS} miles_like.config.sections miles_like.storage miles_like.checkpoint",
+    "miles_like.report": f"{CONTRACTS} miles_like.config.sections miles_like.storage",
     # whether one model is worse than another on the same problems
     "miles_like.report.paired": f"{CONTRACTS} miles_like.alerts miles_like.config.sections miles_like.report",
+    # a run for people: in a browser, and in a terminal
+    "miles_like.page": f"{CONTRACTS} miles_like.checkpoint miles_like.config.sections miles_like.report",
     "miles_like.datasets": f"{CONTRACTS} rollout.prompts miles_like.config miles_like.rewards miles_like.storage",
     "miles_like.datasets.sampled": "miles_like.algorithms miles_like.datasets",
     # miles_like: the loop and the processes
@@ -192,9 +194,9 @@ RULES = {
     " miles_like.device_table",
     "miles_like.run.setup": f"{CONTRACTS} quant routing_replay rollout megatron_bridge miles_like.algorithms"
     " miles_like.batch miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience"
-    " miles_like.fleet miles_like.nodes miles_like.pipeline miles_like.report miles_like.staging miles_like.storage"
-    " miles_like.supervised miles_like.rewards miles_like.turns miles_like.alignment miles_like.loop"
-    " miles_like.preflight",
+    " miles_like.fleet miles_like.nodes miles_like.page miles_like.pipeline miles_like.report miles_like.staging"
+    " miles_like.storage miles_like.supervised miles_like.rewards miles_like.turns miles_like.alignment"
+    " miles_like.loop miles_like.preflight",
     # what alerts order: a run pauses, ends, or goes back to its best checkpoint
     "miles_like.run.watched": f"{CONTRACTS} miles_like.alerts miles_like.checkpoint miles_like.config.sections"
     " miles_like.loop miles_like.report miles_like.run.setup miles_like.stopping miles_like.storage"
@@ -218,7 +220,7 @@ RULES = {
     "miles_like.commands": "quant.hf_config megatron_bridge.config megatron_bridge.fake megatron_bridge.plan"
     " rollout.embedded.server rollout.server_key miles_like.api miles_like.command_errors"
     " miles_like.config miles_like.device_table miles_like.doctor miles_like.hf miles_like.launch miles_like.limits"
-    " miles_like.pipeline miles_like.preflight miles_like.report miles_like.run miles_like.simulation"
+    " miles_like.page miles_like.pipeline miles_like.preflight miles_like.report miles_like.run miles_like.simulation"
     " miles_like.variables",
     "miles_like.commands.data": "miles_like.command_errors miles_like.commands miles_like.datasets miles_like.run",
     "miles_like.commands.config": "miles_like.command_errors miles_like.commands miles_like.config",

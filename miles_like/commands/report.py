@@ -1,4 +1,4 @@
-"""`miles-like report` and `compare`."""
+"""`miles-like report`, `watch`, `top` and `compare`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,65 @@ import typer
 from miles_like.command_errors import one_sentence
 from miles_like.commands.output import console, echo
 
+PORT = 8765  # of `watch`
+RunDirs = Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="run directories")]
+
 
 def report(
-    run_dir: Path,
+    run_dirs: RunDirs,
     whole: Annotated[bool, typer.Option("--all", help="print all metrics, not only the ten main ones")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="the page; default: RUN_DIR/report.html, of several runs runs.html"),
+    ] = None,
 ) -> None:
-    """Write the report.html and the plots of a run, and print its main metrics."""
+    """Write the page of a run, or of several beside each other, and print the main metrics."""
     with one_sentence():
+        from miles_like.page.write import REPORT, write_page
         from miles_like.report.console import summary_table
-        from miles_like.report.html import read_metrics, write_report
+        from miles_like.report.paired.table import comparison
+        from miles_like.report.rows import read_metrics
 
-        write_report(run_dir)
-        console().print(summary_table(read_metrics(run_dir / "metrics.jsonl"), whole=whole))
-        echo(f"-> {run_dir / 'report.html'}")
+        several = len(run_dirs) > 1
+        path = write_page(run_dirs, out or (Path("runs.html") if several else run_dirs[0] / REPORT))
+        rows = {str(run_dir): read_metrics(run_dir / "metrics.jsonl") for run_dir in run_dirs}
+        if several:
+            console().print(comparison(rows, whole=whole))
+        else:
+            console().print(summary_table(rows[str(run_dirs[0])], whole=whole))
+        echo(f"-> {path}")
+
+
+def watch(
+    run_dir: Path,
+    port: Annotated[int, typer.Option("--port", help="0: any free port")] = PORT,
+    host: Annotated[
+        str, typer.Option("--host", help="address to listen on; on other addresses than loopback the URL has a token")
+    ] = "127.0.0.1",
+) -> None:
+    """Serve the page of a run while it goes on: new steps, samples, alerts and incidents appear by themselves."""
+    with one_sentence():
+        from miles_like.page.live_run import LiveRun
+        from miles_like.page.server import listening, serve, token_for, url_of
+
+        run = LiveRun(run_dir)
+        run.refresh()
+        with listening(host, port) as listener:
+            token = token_for(listener)
+            echo(f"ready: {url_of(listener, token)}")
+            serve(run, listener, token)
+
+
+def top(
+    run_dir: Path,
+    once: Annotated[bool, typer.Option("--once", help="print it once, as where the output is no terminal")] = False,
+) -> None:
+    """Show a run in this terminal: progress, main figures with their trends, operations, alerts."""
+    with one_sentence():
+        from miles_like.page.live_run import LiveRun
+        from miles_like.page.top import top as show
+
+        show(LiveRun(run_dir), console(), once=once or not console().is_terminal)
 
 
 def compare(
@@ -39,8 +85,8 @@ def compare(
     """Print the main metrics of several runs side by side; of two, A and B, also whether B is worse on the eval sets of
     both: status 1 then, 0 where the difference is within noise."""
     with one_sentence():
-        from miles_like.report.html import read_metrics
         from miles_like.report.paired.table import comparison
+        from miles_like.report.rows import read_metrics
 
         if len(paths) < 2:
             raise ValueError(f"{paths[0]} alone has nothing to be compared with: give two or more run directories")

@@ -74,6 +74,8 @@ class TrainLoopConfig(RecomputeConfig):
     router_aux_loss: float = Field(0.0, ge=0)  # coefficient of the load-balancing loss over a micro-batch
     balance: Literal["tokens", "flops"] = "tokens"  # quantity that is balanced over DP shards and micro-batches
     on_nonfinite: Literal["stop", "skip"] = "stop"  # what to do if the loss or gradient norm is not finite
+    # every this many steps the trainer scores the tokens before it trains on them, for rollouts/step_N.jsonl; 0: never
+    token_logprobs_every: int = Field(0, ge=0)
     mtp_coefficient: float = Field(0.0, ge=0)  # factor of the multi-token prediction loss; 0: not trained
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ from miles_like.algorithms.losses.value import critic_metrics
 from miles_like.algorithms.truncation import mask_truncated
 from miles_like.batch.packer import Advantages, Packer
 from miles_like.batch.unpacking import streams_of
+from miles_like.experience.token_columns import Columns, TrainerLogprobs, token_columns
 from miles_like.protocols import Algorithm, Trainer
 from miles_like.records import AnyBatch
 from miles_like.types import GREEDY, REFERENCE, RETURNS, VALUES, SampleGroup, TrainBatch
@@ -80,6 +81,7 @@ class Experience:
     values: TokenValues = field(default_factory=OwnValues)
     mask_truncated: bool = False
     shuffle_seed: int | None = None
+    trainer_logprobs: TrainerLogprobs | None = None  # None: they are not written
 
     async def score(self, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
         """The groups with the streams that `algorithm.needs` names, that of the reference's own ranks, and those of the
@@ -119,6 +121,10 @@ class Experience:
         if self.shuffle_seed is None:
             return found
         return shuffle_over_batch(found, seed=seed_of(self.shuffle_seed, f"shuffle {step}"))
+
+    async def columns(self, step: int, groups: Sequence[SampleGroup], advantages: Advantages) -> list[list[Columns]]:
+        """What is written of the samples' tokens (`token_columns`). Call it before the step is trained."""
+        return await token_columns(step, groups, advantages, self.trainer_logprobs)
 
     async def learn(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Trains the critic, if the algorithm has one, on scored groups and their returns. Returns the critic's

@@ -62,6 +62,7 @@ class Controller:
         with record.timed("experience"):
             scored = await self.experience.score(groups)  # by the reference, the critic and the teachers
             advantages = await self.experience.advantages(record.step, scored)
+            record.columns = await self.experience.columns(record.step, groups, advantages)
         with record.timed("train"):
             report = await self.trainer.train(self.packer.steps(scored, advantages))
             record.trained(report)  # before the critic's: what workers lose from here on cannot be trained again

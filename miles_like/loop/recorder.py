@@ -13,6 +13,7 @@ from typing import Literal, Protocol, get_args
 from miles_like.algorithms.advantages.remax import without_greedy
 from miles_like.algorithms.terms.mismatch import finish
 from miles_like.checkpoint.ledger import Ledger
+from miles_like.experience.token_columns import Columns
 from miles_like.limits.memory_size import peak_host_bytes
 from miles_like.loop.buffer import Taken
 from miles_like.loop.rollout_stats import Rewards, total
@@ -34,7 +35,7 @@ class TurnTimes(Protocol):
 class GroupStore(Protocol):
     """Where the values of the samples' tokens are: in this process, or in rollout workers."""
 
-    def write_rollouts(self, path: Path, groups: Sequence[SampleGroup]) -> None:
+    def write_rollouts(self, path: Path, groups: Sequence[SampleGroup], columns: Sequence[Sequence[Columns]]) -> None:
         """As `report.metrics.write_rollouts`; it may return before the file is written."""
 
     def release(self, groups: Sequence[SampleGroup]) -> None:
@@ -49,8 +50,8 @@ class InThisProcess:
 
     rewards: RewardLog | None = None
 
-    def write_rollouts(self, path: Path, groups: Sequence[SampleGroup]) -> None:
-        write_rollouts(path, groups)
+    def write_rollouts(self, path: Path, groups: Sequence[SampleGroup], columns: Sequence[Sequence[Columns]]) -> None:
+        write_rollouts(path, groups, columns)
 
     def release(self, groups: Sequence[SampleGroup]) -> None:
         """There is nothing else to free."""
@@ -82,6 +83,7 @@ class StepRecord:
     tokens: int = 0  # response tokens among them
     metrics: dict[str, float] = field(default_factory=dict)  # of the trainer and of the experience
     published: PublishReport | None = None
+    columns: Sequence[Sequence[Columns]] = ()  # values of tokens for the samples' file
 
     @contextmanager
     def timed(self, phase: Phase) -> Iterator[None]:
@@ -148,7 +150,8 @@ class Recorder:
         if self.fence is not None:
             self.fence.check()
         if self.samples is not None:
-            self.store.write_rollouts(self.samples / f"step_{done}.jsonl", [t.group for t in record.taken])
+            groups = [t.group for t in record.taken]
+            self.store.write_rollouts(self.samples / f"step_{done}.jsonl", groups, record.columns)
         self.bounds.check(done, record.metrics)
 
     def row(self, record: StepRecord, waiting: Mapping[str, float]) -> dict[str, float]:

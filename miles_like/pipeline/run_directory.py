@@ -20,8 +20,9 @@ RUN_FILES = (
     "metrics.jsonl",
     "ledger.jsonl",
     "starts.jsonl",
+    "tokenizer.json",
     "report.html",
-    "plots",
+    "plots",  # of earlier versions
     "published",
     "servers",
     "verify",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from miles_like.records import SampleRecord
@@ -125,13 +125,20 @@ def _part_means(samples: Sequence[Sample]) -> dict[str, float]:
     return {name: statistics.fmean(values) for name, values in parts.items()}
 
 
-def write_rollouts(path: Path, groups: Sequence[SampleGroup], *, append: bool = False) -> None:
-    """Write one readable JSON object per sample, for people and for the report; replaces the file unless `append`."""
+def write_rollouts(
+    path: Path,
+    groups: Sequence[SampleGroup],
+    columns: Sequence[Sequence[Mapping[str, object]]] = (),
+    *,
+    append: bool = False,
+) -> None:
+    """Write one readable JSON object per sample, for people and for the page; replaces the file unless `append`.
+    columns: further values of each sample of each group; empty: none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a" if append else "w", encoding="utf-8") as out:
-        for group in groups:
-            for sample in group.samples:
-                out.write(json.dumps(readable(group, sample), ensure_ascii=False) + "\n")
+        for group, more in zip(groups, columns or [[{}] * len(g.samples) for g in groups], strict=True):
+            for sample, own in zip(group.samples, more, strict=True):
+                out.write(json.dumps({**readable(group, sample), **own}, ensure_ascii=False) + "\n")
 
 
 def readable(group: SampleGroup, sample: Sample) -> dict[str, object]:

@@ -52,7 +52,7 @@ from miles_like.run.setup.prompts import Prompts, read_prompts
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.sampler import EngineSampler, answering
 from miles_like.run.setup.teachers import RunTeachers, run_teachers
-from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter
+from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter, trainer_logprobs
 from miles_like.run.setup.turn_taking import TurnTaking, release_servers, released
 from miles_like.run.setup.worker_side import tokens_of
 from miles_like.run.watched.orders import GoingBack, watching_phases
@@ -406,6 +406,7 @@ class TrainingRun(RunWithServers):
             values=self.values,
             mask_truncated=c.algorithm.parts.mask_truncated,
             shuffle_seed=c.seed if c.algorithm.parts.shuffle_advantages else None,
+            trainer_logprobs=trainer_logprobs(self.plan, self.trainer, packs),
         )
 
     @property

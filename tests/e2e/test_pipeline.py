@@ -97,7 +97,14 @@ def test_a_run_leaves_what_it_promises(demo: Demo) -> None:
     """Files and metric names are what users and dashboards rely on."""
     run_dir = demo.run_dir
     assert sorted(p.name for p in run_dir.parents[1].iterdir()) == ["runs"]
-    for name in ("config.toml", "metrics.jsonl", "report.html", "rollouts/step_3.jsonl", "checkpoints/latest"):
+    for name in (
+        "config.toml",
+        "metrics.jsonl",
+        "report.html",
+        "rollouts/step_3.jsonl",
+        "tokenizer.json",
+        "checkpoints/latest",
+    ):
         assert (run_dir / name).is_file(), name
     assert list((run_dir / "plots").glob("*.png"))
     assert list((run_dir / "tensorboard").iterdir())

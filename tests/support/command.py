@@ -54,7 +54,7 @@ class Commands(Starter):
     def __init__(self, where: Path) -> None:
         """Output is kept in files below `where`."""
         super().__init__(
-            "miles_like.run.train", "miles_like.report.plots", "megatron_bridge.convert.to_megatron", __name__
+            "miles_like.run.train", "miles_like.page.write", "megatron_bridge.convert.to_megatron", __name__
         )
         self.where, self.number = where, 0
 

@@ -141,7 +141,7 @@ def drive(
     from tests.support import kill_points
     from tests.support.local_parts import LocalLauncher, SealingRank
 
-    vars(trainer_side).update(write_report=lambda run_dir: run_dir / "report.html")  # pictures: two seconds a run
+    vars(trainer_side).update(write_report=lambda run_dir: run_dir / "report.html")  # a page: 5 MB a run
     config = load_config(TINY, [*QUICK, *settings])
     kills = () if kill is None else kill if isinstance(kill, tuple) else (kill,)
     kill_points.arm(run_dir, kills)

@@ -338,8 +338,10 @@ class RolloutWorkers:
                     worker.held.pop(key, None)
                     worker.outside.discard(key)
 
-    def write_rollouts(self, path: Path, groups: Sequence[SampleGroup]) -> None:
-        """As `report.metrics.write_rollouts`, by the workers. `wrote` waits for it."""
+    def write_rollouts(
+        self, path: Path, groups: Sequence[SampleGroup], columns: Sequence[Sequence[Mapping[str, Any]]] = ()
+    ) -> None:
+        """As `report.metrics.write_rollouts`, by the workers, without columns. `wrote` waits for it."""
         self._writing = asyncio.create_task(self._write(path, groups, self._writing))
 
     async def wrote(self) -> None:

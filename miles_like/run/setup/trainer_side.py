@@ -19,12 +19,16 @@ from miles_like.checkpoint.resume_check import resume_differences
 from miles_like.checkpoint.run_state import RunState
 from miles_like.checkpoint.writer import CONFIG, FILES, KEPT, RunCheckpoints
 from miles_like.config.load import store_config
+from miles_like.experience.token_columns import TrainerLogprobs
+from miles_like.limits.regular_files import replace_bytes
+from miles_like.page.words import TOKENIZER
+from miles_like.page.write import write_report
 from miles_like.protocols import MetricSink, TrainerRanks
 from miles_like.report.aliases import Aliased
 from miles_like.report.console import ConsoleSink
-from miles_like.report.html import read_metrics, write_report
 from miles_like.report.paired.history import EvalHistory
 from miles_like.report.provenance import note_start
+from miles_like.report.rows import read_metrics
 from miles_like.report.sinks import JsonlSink, MultiSink, TensorboardSink
 from miles_like.report.speed import SpeedMeter
 from miles_like.run.setup.model_plan import ModelPlan
@@ -72,6 +76,15 @@ def speed_meter(plan: ModelPlan) -> SpeedMeter:
         flops=lambda lengths, labels: train_flops(hf, lengths, head_rows=labels, mtp_depths=depths),
         peak=peak and 1e12 * peak * c.parallel.world_size,
     )
+
+
+def trainer_logprobs(plan: ModelPlan, ranks: TrainerRanks, packs: Packer) -> TrainerLogprobs | None:
+    """What scores the tokens of every train.token_logprobs_every-th step; None where it is 0."""
+    c = plan.config
+    if not (every := c.train.token_logprobs_every):
+        return None
+    replay = c.replay.mode == "r3"
+    return TrainerLogprobs(every=every, ranks=ranks, packer=packs, temperature=c.rollout.temperature, replay=replay)
 
 
 class Resumed(NamedTuple):
@@ -141,14 +154,17 @@ class RunFiles:
         return resumed
 
     def begin(self) -> None:
-        """Stores the configuration and a line about this start, and prints where the curves will be. Raises ValueError
-        where the disk is full, StaleEpochError."""
+        """Stores the configuration, a line about this start and the tokenizer; prints where the curves will be. Raises
+        ValueError where the disk is full, StaleEpochError."""
         run_dir = self.plan.run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         if self.plan.fence is not None:
             self.plan.fence.begins(self.first)
         store_config(self.plan.config, run_dir / "config.toml")
         note_start(run_dir)
+        tokenizer = self.plan.served / TOKENIZER
+        if tokenizer.is_file() and not (run_dir / TOKENIZER).exists():
+            replace_bytes(run_dir / TOKENIZER, tokenizer.read_bytes())
         self._say(f"Curves: tensorboard --logdir {run_dir / 'tensorboard'}")
 
     def end(self) -> None:

@@ -28,8 +28,7 @@ from miles_like.checkpoint.run_state import RunState
 from miles_like.checkpoint.writer import CONFIG, FILES, KEPT
 from miles_like.hf.checkpoint import sync_path
 from miles_like.loop.rollout_stats import RolloutStats
-from miles_like.report.html import read_metrics
-from miles_like.report.rows import json_row
+from miles_like.report.rows import json_row, read_metrics
 from miles_like.run.setup.trainer_side import LEDGER, METRICS, RunFiles
 from miles_like.run.watched.orders import GoingBack
 from miles_like.storage.appended_file import AppendedFile, positions

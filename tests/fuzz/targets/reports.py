@@ -12,14 +12,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from miles_like.page.write import plotly_script
 from tests.fuzz.commands import command
 from tests.fuzz.mutate import changed, spoiled, value
 from tests.fuzz.pool import Case, Outcome, long_tier
 from tests.fuzz.targets.run_dirs import base, contents
 
 CASES = 500
-FILES = ("metrics.jsonl", "ledger.jsonl", "rollouts/step_1.jsonl", "rollouts/step_3.jsonl", "config.toml")
-OUTPUTS = ("report.html", "plots", "plots/reward.png", "plots/accuracy.png")
+FILES = (
+    *("metrics.jsonl", "ledger.jsonl", "rollouts/step_1.jsonl", "rollouts/step_3.jsonl", "config.toml", "alerts.jsonl"),
+    *("incidents/1.md", "evals/step_3.jsonl"),
+)
+OUTPUTS = ("report.html",)
+SCRIPTS = 4  # elements of a page
 SECRET = "a secret of this machine"
 KEYS = (
     *("rollout/reward/mean", "eval/accuracy", "eval/loss", "train/entropy", "mismatch/kl", "routing/agreement"),
@@ -54,6 +59,19 @@ def forged_rows(rng: random.Random) -> str:
     return "".join(json.dumps(r) + "\n" for r in rows)
 
 
+def watched(run: Path) -> None:
+    """Adds what a run with evaluations and an alert writes."""
+    alert = {"step": 2, "alert": "kl_spike", "value": 0.5, "threshold": 0.1, "action": "log"}
+    answer = {"set": "m", "mode": "greedy", "prompt_id": "p", "index": 0, "reward": 1.0}
+    for name, text in {
+        "alerts.jsonl": json.dumps(alert) + "\n",
+        "incidents/1.md": "# 1",
+        "evals/step_3.jsonl": "".join(json.dumps(answer | {"prompt_id": p}) + "\n" for p in "ab"),
+    }.items():
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(text)
+
+
 def change(run: Path, case: Case) -> None:
     path, rng, kind = run / case["file"], random.Random(case["seed"]), case["kind"]
     if kind == "spoil":
@@ -80,6 +98,7 @@ def change(run: Path, case: Case) -> None:
 def play(case: Case, folder: Path) -> Outcome:
     run, outside = folder / "run", folder / "outside"
     shutil.copytree(base(), run)
+    watched(run)
     outside.write_text(SECRET)
     (folder / "folder").mkdir()
     change(run, case)
@@ -88,11 +107,12 @@ def play(case: Case, folder: Path) -> Outcome:
     if outside.read_text() != SECRET or list((folder / "folder").iterdir()) or len(list(folder.iterdir())) != 3:
         return Outcome(kind="unsound", words="a file outside the run directory was changed")
     after = contents(run)
-    if any(after.get(name) != data for name, data in before.items() if not name.startswith(("report", "plots"))):
+    if any(after.get(name) != data for name, data in before.items() if not name.startswith("report")):
         return Outcome(kind="unsound", words="a file of the run was changed")
     if found.kind == "accepted":
         page = (run / "report.html").read_bytes()
-        if SECRET.encode() in page or b"<script" in page.lower() or b"</html>" not in page:
+        own = page.replace(plotly_script().encode(), b"").lower()
+        if SECRET.encode() in page or own.count(b"<script") != SCRIPTS or b"</html>" not in own:
             return Outcome(kind="unsound", words="the report shows another file, runs a script or is not whole")
     elif (run / "report.html").is_file() and not (run / "report.html").is_symlink():
         return Outcome(kind="unsound", words="refused, and a report was written")

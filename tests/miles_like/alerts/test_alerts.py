@@ -20,7 +20,7 @@ from miles_like.alerts.machine import PAGE, Alerts, State, advance, events
 from miles_like.alerts.rows import ROLLBACK, best_steps, kept_rows
 from miles_like.alerts.signals import SIGNALS, stalled_phase
 from miles_like.config.sections.watched.alerts import AlertRule, AlertsConfig, EvalRegression, Stall
-from miles_like.report.html import read_metrics
+from miles_like.report.rows import read_metrics
 
 ROOT = Path(__file__).parents[3]
 HEALTHY = sorted((ROOT / "tests" / "data" / "healthy_runs").glob("*.jsonl"))

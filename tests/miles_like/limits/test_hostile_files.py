@@ -228,14 +228,19 @@ def test_files_of_a_forged_state_stay_in_the_folder(tmp_path: Path, outside: Pat
 
 
 @pytest.mark.parametrize(
-    "name", ["config.toml", "ledger.jsonl", "metrics.jsonl", "rollouts/step_1.jsonl", "starts.jsonl"]
+    "name",
+    [
+        *("config.toml", "ledger.jsonl", "metrics.jsonl", "rollouts/step_1.jsonl", "starts.jsonl", "alerts.jsonl"),
+        *("incidents/1.md", "evals/step_1.jsonl", "tokenizer.json"),
+    ],
 )
 @pytest.mark.parametrize("to", ["outside", "/dev/zero"])
 def test_a_report_shows_no_file_from_outside_and_never_ends_in_a_device(
     name: str, to: str, tmp_path: Path, outside: Path
 ) -> None:
     run = tmp_path / "run"
-    (run / "rollouts").mkdir(parents=True)
+    for folder in ("rollouts", "incidents", "evals"):
+        (run / folder).mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(outside if to == "outside" else to)
@@ -247,12 +252,11 @@ def test_a_report_shows_no_file_from_outside_and_never_ends_in_a_device(
 
 def test_a_report_is_not_written_through_links(tmp_path: Path, outside: Path) -> None:
     run = tmp_path / "run"
-    (run / "plots").mkdir(parents=True)
+    run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1, "rollout/reward/mean": 0.5}\n')
     (run / "report.html").symlink_to(outside)
-    (run / "plots" / "reward.png").symlink_to(outside)
     assert CliRunner().invoke(app, ["report", str(run)]).exit_code == 0
-    assert outside.read_text() == SECRET and "0.5" in (run / "report.html").read_text()
+    assert outside.read_text() == SECRET and '"rollout/reward/mean":[[1],[0.5]]' in (run / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import get_args
 
 from miles_like.config.sections.watched.report import OtherNames
 from miles_like.report.aliases import ALIASES, Aliased, aliased
-from miles_like.report.html import read_metrics
 from miles_like.report.metrics import TIMINGS
+from miles_like.report.rows import read_metrics
 from miles_like.report.sinks import JsonlSink
 
 PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from miles_like.report.html import write_report
+from miles_like.page.write import write_report
 from miles_like.report.provenance import STARTS, commit, note_start, starts
+from tests.support.page_data import page_data
 
 
 def test_each_start_is_a_line_and_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,8 +32,8 @@ def test_each_start_is_a_line_and_is_shown(tmp_path: Path, monkeypatch: pytest.M
         first["host"] and isinstance(first["versions"], dict) and {"python", "torch", "ray"} <= set(first["versions"])
     )
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "a": 1.0}) + "\n")
-    page = write_report(tmp_path).read_text()
-    assert page.count("--set &#x27;a=&lt;b&gt;&#x27;") == 2 and f"torch {first['versions']['torch']}" in page
+    shown = page_data(write_report(tmp_path).read_text())["runs"][0]["starts"]
+    assert [one[2] for one in shown] == [first["command"]] * 2 and f"torch {first['versions']['torch']}" in shown[0][4]
 
 
 def test_a_run_without_starts_has_none(tmp_path: Path) -> None:

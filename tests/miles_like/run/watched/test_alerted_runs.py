@@ -17,7 +17,7 @@ import pytest
 from miles_like.alerts.machine import events
 from miles_like.config.load import load_config
 from miles_like.config.sections.watched.alerts import AlertsConfig
-from miles_like.report.html import read_metrics
+from miles_like.report.rows import read_metrics
 from miles_like.stopping import BY_ALERT
 from tests.support.forked import tail
 from tests.support.local_run import QUICK, TINY, Runs, untimed

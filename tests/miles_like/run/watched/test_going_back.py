@@ -20,7 +20,7 @@ import torch
 
 from miles_like.checkpoint.ledger_audit import ROLLED_BACK, audit
 from miles_like.checkpoint.run_state import load
-from miles_like.report.html import read_metrics
+from miles_like.report.rows import read_metrics
 from miles_like.stopping import BY_ALERT
 from tests.support.chosen import later
 from tests.support.forked import tail

@@ -1,0 +1,69 @@
+"""Values of tokens that a run writes beside its samples: their advantages and, in some steps, the trainer's log-probs.
+
+Letters: S tokens a sample, n of them sampled by the policy, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from torch import Tensor
+
+from miles_like.batch.packer import Advantages, Packer
+from miles_like.batch.unpacking import streams_of
+from miles_like.protocols import TrainerRanks
+from miles_like.records import RecordGroup
+from miles_like.types import Sample, SampleGroup
+
+Columns: TypeAlias = Mapping[str, float | list[float]]  # of a sample, as JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerLogprobs:
+    """A forward pass of the trainer over the groups of every `every`-th step before it trains on them, at the rollout's
+    temperature and, with `replay`, on the rollout's routes: with the rollout's log-probs the gap of each token."""
+
+    every: int
+    ranks: TrainerRanks
+    packer: Packer
+    temperature: float
+    replay: bool
+
+    async def of(self, step: int, groups: Sequence[SampleGroup]) -> Sequence[Sequence[Tensor]] | None:
+        """For each group [S] fp32 of each sample, 0 at tokens that were not sampled; None in steps that are not due.
+        Raises as `TrainerRanks.score`."""
+        if (step + 1) % self.every:
+            return None
+        batch = replace(self.packer, cost=None, steps_per_rollout=1).batch(groups)
+        scored = await self.ranks.score(batch, temperature=self.temperature, replay=self.replay)
+        of_shard = {shard: found.logprobs for shard, found in reversed(scored)}  # the first rank of each shard
+        return streams_of(groups, batch, [of_shard[shard] for shard in range(len(batch.grid))])
+
+
+async def token_columns(
+    step: int, groups: Sequence[SampleGroup], advantages: Advantages, trainer: TrainerLogprobs | None
+) -> list[list[Columns]]:
+    """For each group the columns of each sample: `advantages`, one number or [n]; `trainer_logprobs` [n] in the steps
+    that are due. Empty where rollout workers hold the samples."""
+    if any(isinstance(group, RecordGroup) for group in groups):
+        return []
+    streams = None if trainer is None else await trainer.of(step, groups)
+    out: list[list[Columns]] = []
+    for g, (group, of_group) in enumerate(zip(groups, advantages, strict=True)):
+        columns: list[Columns] = []
+        for i, (sample, value) in enumerate(zip(group.samples, of_group, strict=True)):
+            own = {} if value is None else {"advantages": _sampled(sample, value)}
+            if streams is not None:
+                own["trainer_logprobs"] = _sampled(sample, streams[g][i])
+            columns.append(own)
+        out.append(columns)
+    return out
+
+
+def _sampled(sample: Sample, values: float | Tensor) -> float | list[float]:
+    if not isinstance(values, Tensor):
+        return float(values)
+    found: list[float] = values[sample.loss_mask].tolist()
+    return found
