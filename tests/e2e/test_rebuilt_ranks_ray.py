@@ -28,6 +28,13 @@ def ranks(driver: Any) -> list[psutil.Process]:
     return named(driver, "ray::_Rank")
 
 
+def is_rank(process: psutil.Process) -> bool:
+    try:
+        return "ray::_Rank" in " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
+
+
 def server(driver: Any) -> psutil.Process:
     module = "rollout.embedded.server"  # its guard has the same words, further on
     (found,) = [p for p in named(driver, module) if p.cmdline()[2] == module]
@@ -96,7 +103,7 @@ def goes_on(run_dir: Path, driver: Any, *points: Any) -> list[dict[str, Any]]:
         after = latest(run_dir)
         seen, family = caught(driver, run_dir, at, after)
         began = time.monotonic()
-        pids = {p.pid for p in family if p.is_running() and "ray::_Rank" in " ".join(p.cmdline() or [""])}
+        pids = {p.pid for p in family if is_rank(p)}
         now = server(driver)
         assert served in (None, now), "another server"
         served = now
