@@ -11,6 +11,7 @@ import math
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from miles_like.batch import parcel
@@ -20,26 +21,37 @@ from miles_like.cluster.workers.worker import RolloutWorker, SamplingFactory
 from miles_like.types import SampleGroup
 
 
-class InMemory:
-    """Objects of a process's own memory. An object can be lost. capacity: bytes of all that live, and of what is given
-    at a time."""
+@dataclass
+class Left:
+    """Bytes that a store has room for."""
 
-    def __init__(self, capacity: float = math.inf) -> None:
+    nbytes: float = math.inf
+
+
+class InMemory:
+    """Objects of a process's own memory. An object can be lost. left: where several share one store."""
+
+    def __init__(self, left: Left | None = None) -> None:
         self.lost: set[int] = set()  # by id
-        self._left = capacity
+        self._left = left or Left()
 
     def put(self, value: Parcel[SampleGroup]) -> Parcel[SampleGroup]:
-        self.check([value])
-        self._left -= (nbytes := len(pickle.dumps(value)))
-        weakref.finalize(value, self._back, nbytes)
-        return value
+        return self.put_all([value])[0]
 
-    def check(self, given: Sequence[Parcel[Any]]) -> None:
-        if not math.isinf(self._left) and sum(len(pickle.dumps(one)) for one in given) > self._left:
-            raise StoreFullError(f"{self._left:.0f} bytes are left")
+    def put_all(self, values: Sequence[Parcel[Any]]) -> Sequence[Parcel[Any]]:
+        """None of them where not all have room."""
+        if math.isinf(self._left.nbytes):
+            return values
+        sizes = [len(pickle.dumps(one)) for one in values]
+        if sum(sizes) > self._left.nbytes:
+            raise StoreFullError(f"{self._left.nbytes:.0f} bytes are left")
+        self._left.nbytes -= sum(sizes)
+        for value, nbytes in zip(values, sizes, strict=True):
+            weakref.finalize(value, self._back, nbytes)
+        return values
 
     def _back(self, nbytes: int) -> None:
-        self._left += nbytes
+        self._left.nbytes += nbytes
 
     def get(self, reference: Parcel[SampleGroup]) -> Parcel[SampleGroup]:
         if id(reference) in self.lost:
@@ -48,7 +60,7 @@ class InMemory:
 
 
 class LocalLink:
-    """A Link to a worker in this process. slow_s: how long each of its answers takes; capacity: of its store."""
+    """A Link to a worker in this process. slow_s: how long each of its answers takes; left: in its store."""
 
     def __init__(
         self,
@@ -56,9 +68,9 @@ class LocalLink:
         factory: SamplingFactory,
         urls: Sequence[str],
         slow_s: float = 0.0,
-        capacity: float = math.inf,
+        left: Left | None = None,
     ) -> None:
-        self.number, self.objects, self.worker, self.slow_s = number, InMemory(capacity), RolloutWorker(), slow_s
+        self.number, self.objects, self.worker, self.slow_s = number, InMemory(left), RolloutWorker(), slow_s
         self.worker.start(number, factory, urls, self.objects)
         self._ended = asyncio.Event()
         self._sent: set[asyncio.Task[Any]] = set()
@@ -78,8 +90,7 @@ class LocalLink:
         values = [(_opened(one) if isinstance(one, bytes) else one).value for one in sent]
         answer, given = await self._answer(functools.partial(self.worker.exchange, method, keys, values), *arguments)
         assert len(given) == count
-        self.objects.check(parcels := [Parcel(x) for x in given])
-        return _travelled(answer), parcels
+        return _travelled(answer), self.objects.put_all([Parcel(x) for x in given])
 
     def end(self) -> None:
         """Also the worker's tasks: nothing of it goes on."""
@@ -117,7 +128,7 @@ def _travelled(value: Any) -> Any:
 
 
 class LocalWorkers:
-    """A StartWorker. slow_s, capacity: as of LocalLink; slow_s of each slot."""
+    """A StartWorker. slow_s: as of LocalLink, of each slot; capacity: of the store that all workers share."""
 
     def __init__(
         self,
@@ -126,10 +137,14 @@ class LocalWorkers:
         slow_s: Sequence[float] = (),
         capacity: float = math.inf,
     ) -> None:
-        self.urls, self._factory, self._slow_s, self._capacity = urls, factory, slow_s, capacity
+        self.urls, self._factory, self._slow_s = urls, factory, slow_s
         self.links: list[LocalLink] = []
+        self._left = Left(capacity)
+
+    def store(self, slot: int) -> int:
+        return 0
 
     async def __call__(self, slot: int, number: int) -> LocalLink:
         slow_s = self._slow_s[slot] if self._slow_s else 0.0
-        self.links.append(link := LocalLink(number, self._factory, self.urls[slot], slow_s, self._capacity))
+        self.links.append(link := LocalLink(number, self._factory, self.urls[slot], slow_s, self._left))
         return link

@@ -57,14 +57,15 @@ class _Worker(Process):
     async def exchange(
         self, method: str, arguments: Sequence[Any], keys: Sequence[int], count: int, *sent: Parcel[Any]
     ) -> Any:
-        """The answer, or the error; then `count` parcels."""
+        """`count` parcels; then the answer, or the error. Ray stores them in this order, and its own error in place of
+        one that has no room and of those after it: an answer means that all parcels are there."""
         answer: Answered | Exception
         values: Sequence[Any]
         try:
             answer, values = await self._worker.exchange(method, keys, [parcel.value for parcel in sent], *arguments)
         except (ColumnsLostError, RuntimeError, ValueError) as e:
             answer, values = e, [None] * count
-        return (answer, *map(Parcel, values)) if count else answer
+        return (*map(Parcel, values), answer) if count else answer
 
 
 class Pulse:
@@ -131,7 +132,7 @@ class ActorLink:
     ) -> tuple[Answered, Sequence[Any]]:
         ask = self.actor.exchange.options(num_returns=1 + count)
         found = ask.remote(method, arguments, keys, count, *sent)
-        status, *parcels = found if count else [found]
+        *parcels, status = found if count else [found]
         answer: Answered | Exception = await self.pulse.answer(status)
         if isinstance(answer, Exception):
             raise answer
@@ -176,6 +177,10 @@ class StartActor:
     logs: Path
     start_s: float = DEFAULT_TIMEOUT_S
     silent_s: float = 600.0
+
+    def store(self, slot: int) -> int:
+        """Ray's, of its node."""
+        return self.slots[slot].node
 
     async def __call__(self, slot: int, number: int) -> ActorLink:
         """Raises RuntimeError where it does not start."""

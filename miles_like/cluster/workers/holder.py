@@ -70,7 +70,8 @@ class ColumnHolder:
         self._bytes: dict[int, int] = {}
         self._added: dict[int, dict[int, dict[str, Tensor]]] = {}  # key -> index of a sample -> its columns
         self._next = 0
-        self._full = False  # the store has refused a group, and nothing was freed since
+        # the store has refused a group, or makes room; until a group of it, or the last one outside of it, is freed
+        self._full = False
 
     @property
     def keys(self) -> Sequence[int]:
@@ -128,6 +129,7 @@ class ColumnHolder:
                 self._full = False
             self._bytes.pop(key, None)
             self._added.pop(key, None)
+        self._full = self._full and bool(self.outside)
 
     def references(self, keys: Iterable[int]) -> Mapping[int, Any]:
         """The references of groups, which keep them alive after `free`. Raises ColumnsLostError."""

@@ -46,6 +46,9 @@ class StartWorker(Protocol):
 
     @property
     def urls(self) -> Sequence[Sequence[str]]: ...
+    def store(self, slot: int) -> int:
+        """The number of the object store that the worker of a slot puts values into; several may share one."""
+
     async def __call__(self, slot: int, number: int) -> Link:
         """A worker of that number, which is ready. Raises RuntimeError where it does not start."""
 
@@ -292,21 +295,31 @@ class RolloutWorkers:
     async def _with_room(
         self, worker: _Worker, method: str, *arguments: Any, **more: Any
     ) -> tuple[Answered, Sequence[Any]]:
-        """As `Link.exchange`. Where what the worker gives has no room in the object store, the groups that it holds
-        make some. Raises RuntimeError where that is not enough."""
+        """As `Link.exchange`. Where what the worker gives has no room in the object store, the groups that it and the
+        other workers of that store hold make some. Raises RuntimeError where that is not enough."""
+        slot = self._workers.index(worker)
         for wait_s in _ROOM_S:
             try:
                 return await worker.link.exchange(method, *arguments, **more)
             except StoreFullError as e:
                 error = e
-                self._outside(worker, await worker.link.call("make_room"))
+                await self._make_room(self.start.store(slot))
                 await asyncio.sleep(wait_s)
-        slot = self._workers.index(worker)
         raise RuntimeError(
             f"the object store on the node of rollout worker {slot} has no room for the values of a step ({error}): "
             "raise Ray's object_store_memory there, free space on the disk to which Ray spills, or lower "
             "train.groups_per_step; --resume continues from the latest checkpoint"
         )
+
+    async def _make_room(self, store: int) -> None:
+        async def ask(worker: _Worker) -> None:
+            try:
+                self._outside(worker, await worker.link.call("make_room"))
+            except WorkerEnded as e:
+                self._ended(worker, str(e))
+
+        there = [w for slot, w in enumerate(self._workers) if not w.ended and self.start.store(slot) == store]
+        await all_or_first_error(map(ask, there))
 
     def _outside(self, worker: _Worker, keys: Collection[int]) -> None:
         known = worker.held.keys() & set(keys)  # others are not given to this process yet

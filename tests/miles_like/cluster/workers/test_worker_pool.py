@@ -21,13 +21,14 @@ from miles_like.batch.packer import Packer
 from miles_like.batch.parcel import Parcel
 from miles_like.checkpoint.saved_groups import read_groups
 from miles_like.cluster.workers import pool
+from miles_like.cluster.workers.holder import ColumnHolder
 from miles_like.cluster.workers.link import WorkerEnded
 from miles_like.cluster.workers.pool import RolloutWorkers
 from miles_like.cluster.workers.values import HeldValues
 from miles_like.loop.buffer import LOST
 from miles_like.records import ColumnsLostError, PlannedBatch, SampleRecord
 from miles_like.types import SampleGroup, SamplingParams
-from tests.support.local_workers import LocalLink, LocalWorkers
+from tests.support.local_workers import InMemory, LocalLink, LocalWorkers
 from tests.support.refusals import refuses
 from tests.support.worker_loop import ALL, PLACE, Loop, Made, made
 
@@ -160,11 +161,13 @@ def test_a_full_store_admits_no_prompt_before_a_step_is_trained() -> None:
     assert most[1] < most[1 << 40]
 
 
-def test_a_store_that_refuses_groups_costs_none_and_admits_no_prompt_before_a_step_is_trained() -> None:
-    """They stay in the worker's own memory, also those that make room for what a rank gets."""
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_store_that_refuses_groups_costs_none_and_admits_no_prompt_before_a_step_is_trained(workers: int) -> None:
+    """They stay in the workers' own memory, also those that make room for what a rank gets from one of several that
+    share the store."""
     dealt: dict[float, int] = {}
     size = len(pickle.dumps(Parcel(made("0"))))
-    for capacity in (2.5 * size, 5.5 * size, math.inf):
+    for capacity in (3.5 * size, 5.5 * size, math.inf):
 
         async def run(capacity: float = capacity) -> Loop:
             outside: list[int] = []
@@ -172,12 +175,12 @@ def test_a_store_that_refuses_groups_costs_none_and_admits_no_prompt_before_a_st
             def look(step: int) -> None:
                 outside.append(sum(len(link.worker.holder.outside) for link in loop.start.links))
 
-            start = LocalWorkers([["a"]], Made(), capacity=capacity)
+            start = LocalWorkers([[f"{w}"] for w in range(workers)], Made(), capacity=capacity)
             loop = Loop(start=start, max_staleness=4, before_pull=look)
             await loop.run(4)
             assert any(outside) == (capacity < math.inf) == bool(loop.said)
             await asyncio.sleep(0.1)  # what is left is discarded
-            assert not loop.start.links[0].worker.holder.outside and not loop.workers.full
+            assert not any(link.worker.holder.outside for link in loop.start.links) and not loop.workers.full
             return loop
 
         loop = asyncio.run(run())
@@ -185,7 +188,21 @@ def test_a_store_that_refuses_groups_costs_none_and_admits_no_prompt_before_a_st
         assert len(loop.trained) == 12 == len(set(loop.trained))
         found = totals(loop)
         assert LOST not in loop.ledger._discarded and found["issued"] == found["trained"] + found["discarded"]
-    assert dealt[2.5 * size] <= dealt[5.5 * size] < dealt[math.inf]
+    assert dealt[3.5 * size] <= dealt[5.5 * size] < dealt[math.inf]
+
+
+def test_groups_are_in_the_store_again_once_those_that_made_room_are_freed() -> None:
+    holder = ColumnHolder(0, InMemory())
+    (first, *_), (second, *_) = holder.keep(made("0")), holder.keep(made("1"))
+    holder.take_out(holder.copies(holder.references(holder.keys)))
+    (third, *_) = holder.keep(made("2"))
+    assert set(holder.outside) == {first.key, second.key, third.key}
+    holder.free([first.key, third.key])
+    (fourth, *_) = holder.keep(made("3"))
+    assert set(holder.outside) == {second.key, fourth.key}
+    holder.free([second.key, fourth.key])
+    holder.keep(made("4"))
+    assert not holder.outside
 
 
 def test_a_store_that_never_has_room_for_a_step_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
