@@ -16,7 +16,7 @@ from miles_like.config.sections.watched.alerts import Action, AlertRule, AlertsC
 
 PAGE = "docs/alerts.md"
 _WHAT: Mapping[str, str] = {  # alert -> what its reading is, with {reading} and {threshold}
-    "kl_spike": "a KL divergence is {reading} times its median",
+    "kl_spike": "a KL divergence is {reading} times the largest of the steps before",
     "entropy_collapse": "entropy has lost {reading} of what it had in the first steps, as a share",
     "reward_hacking": "the reward has risen while an evaluation is {reading} standard errors below the best one",
     "reward_latency": "99 % of the rewards take up to {reading} s",

@@ -27,11 +27,12 @@ from miles_like.config.sections.watched.alerts import (
 
 KLS = ("train/kl_ref", "train/kl_old", "mismatch/kl")
 PHASES = ("rollout", "experience", "train", "publish", "checks")  # perf/{phase}_s
-_LEAST = 3  # earlier values of which a median is taken
+_LEAST = 3  # earlier values with which one is compared
 
 
 def kl_spike(rows: Rows, c: KlSpike) -> float | None:
-    found = [ratio for key in KLS if (ratio := _over_median(rows, key, c.window, c.floor)) is not None]
+    """Over the largest value: a KL to the reference that grows from 0 is a hundred times its median without a spike."""
+    found = [ratio for key in KLS if (ratio := _over(max, rows, key, c.window, c.floor)) is not None]
     return max(found, default=None)
 
 
@@ -92,7 +93,7 @@ def length_drift(rows: Rows, c: LengthDrift) -> float | None:
 
 
 def stall(rows: Rows, c: Stall) -> float | None:
-    found = [_over_median(rows, f"perf/{phase}_s", c.window, c.floor_s) for phase in PHASES]
+    found = [_over(statistics.median, rows, f"perf/{phase}_s", c.window, c.floor_s) for phase in PHASES]
     return max((ratio for ratio in found if ratio is not None), default=None)
 
 
@@ -114,12 +115,12 @@ def regressions(rows: Rows) -> dict[str, float]:
     return {name: errors for name, errors in found.items() if errors is not None}
 
 
-def _over_median(rows: Rows, key: str, window: int, floor: float) -> float | None:
-    """The size of the last row's value over the median size of up to `window` values before it."""
+def _over(usual: Callable[[list[float]], float], rows: Rows, key: str, window: int, floor: float) -> float | None:
+    """The size of the last row's value over what is usual of up to `window` values before it."""
     if finite(rows[-1], key) is None:
         return None
     now, *earlier = map(abs, last(rows, key, window + 1))
-    return now / max(statistics.median(earlier), floor) if len(earlier) >= _LEAST else None
+    return now / max(usual(earlier), floor) if len(earlier) >= _LEAST else None
 
 
 SIGNALS: Mapping[type[AlertRule], Callable[[Rows, Any], float | None]] = {

@@ -149,6 +149,10 @@ def drive(
     makes: dict[str, Any] = {"trainer": lambda: kill_points.watched_rank(SealingRank)}
     makes |= {"critic": SealingRank} if config.algorithm.has_critic else {}
     makes |= {"reference": SealingRank} if config.cluster.pools.reference else {}
+    goes_back = any(rule.action == "rollback" for _, rule in config.alerts.rules())
+    if spare_ranks is None:
+        spare_ranks = len(kills) if config.cluster.rebuilds else 0
+    starts_ranks_again = config.alerts.rollbacks if goes_back and config.takes_turns else 0
     ranks, *later = [
         {
             role: [
@@ -157,7 +161,7 @@ def drive(
             ]
             for role, make in makes.items()
         }
-        for _ in range(1 + (len(kills) if spare_ranks is None and config.cluster.rebuilds else spare_ranks or 0))
+        for _ in range(1 + spare_ranks + starts_ranks_again)
     ]
 
     def server(number: int) -> Any:

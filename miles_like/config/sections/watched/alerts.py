@@ -25,12 +25,12 @@ class AlertRule(Section):
 
 
 class KlSpike(AlertRule):
-    """The largest of `train/kl_ref`, `train/kl_old` and `mismatch/kl`, each over its own median."""
+    """`train/kl_ref`, `train/kl_old` or `mismatch/kl` over its own largest value of the steps before."""
 
-    threshold: float = Field(10.0, gt=0)  # times the median
+    threshold: float = Field(5.0, gt=0)  # times the largest value
     clear: float = Field(0.5, gt=0, le=1)  # share of `threshold` below which it is over
-    window: int = Field(8, ge=3)  # steps before this one of which the median is; at least 3 must be there
-    floor: float = Field(0.01, gt=0)  # nats/token: a smaller median counts as this
+    window: int = Field(8, ge=3)  # steps before this one of which the largest value is; at least 3 must be there
+    floor: float = Field(0.01, gt=0)  # nats/token: a smaller largest value counts as this
     action: Action = "log"  # what is done when it fires (docs/alerts.md)
 
 

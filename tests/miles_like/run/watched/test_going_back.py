@@ -2,7 +2,7 @@
 
 Weights, optimizer state and random states of the ranks are those of the best checkpoint; steps, weight versions, groups
 and rounds go on counting; what the steps between had trained counts as discarded, and their prompts are sampled again
-under other seeds. The ranks stay, but where they take turns with the servers.
+under other seeds. The ranks stay, but where they take turns with the servers they are started again.
 
 Not covered: Ray's actors, GPUs.
 """
@@ -45,6 +45,7 @@ KINDS = {
     "two behind, saved beside training": ("buffer.max_staleness=2", "checkpoint.asynchronous=true"),
     "two ranks, a filter": ("parallel.dp=2", "parallel.ep=2", "algorithm.filter=nonzero_std"),
     "workers": ("rollout.workers=1", "buffer.max_staleness=1"),
+    "turns": ("cluster.colocate=true",),
     "a critic": ("algorithm.name=ppo", "critic.lr=1e-3"),
     **{path: (f"publish.path={path}",) for path in ("disk", "delta", "distributed", "reshard")},
     "servers load beside training": (
