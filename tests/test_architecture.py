@@ -24,7 +24,7 @@ TESTED_ELSEWHERE = ("scripts",)  # folders without a folder of tests: tests/e2e 
 # separate row. A name stands for its subfolders too: "quant" is quant.spec, quant.formats and the others.
 CONTRACTS = (
     "miles_like.types miles_like.records miles_like.protocols miles_like.plugins miles_like.hf miles_like.limits"
-    " miles_like.section miles_like.variables"
+    " miles_like.section miles_like.spans miles_like.variables"
 )
 RULES = {
     "quant.exact": "",
@@ -41,6 +41,7 @@ RULES = {
     # what lower packages may import of miles_like
     "miles_like.limits": "",
     "miles_like.section": "",
+    "miles_like.spans": "",
     "miles_like.variables": "",
     "miles_like.types": "routing_replay",
     "miles_like.records": "routing_replay miles_like.types",
@@ -106,6 +107,7 @@ RULES = {
     "miles_like.device_table": "",
     "miles_like.timing.rates": "miles_like.device_table",
     "miles_like.batch": "routing_replay miles_like.types miles_like.records",
+    "miles_like.config.sections.watching": "miles_like.section",
     "miles_like.config.sections": "quant.spec megatron_bridge.config rollout.config rollout.server_url"
     " miles_like.section miles_like.device_table miles_like.variables",
     "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts miles_like.limits"
@@ -128,6 +130,11 @@ RULES = {
     "miles_like.storage": CONTRACTS,
     "miles_like.checkpoint": f"{CONTRACTS} routing_replay miles_like.config.sections miles_like.storage",
     "miles_like.report": f"{CONTRACTS} miles_like.config.sections miles_like.storage miles_like.checkpoint",
+    # what each process has recorded, as files for each window of steps
+    "miles_like.report.traces": "miles_like.limits miles_like.spans miles_like.config.sections.watching",
+    # a process beside a run for each tracker
+    "miles_like.report.trackers": "miles_like.limits miles_like.variables miles_like.config.sections.watching"
+    " miles_like.report",
     "miles_like.datasets": f"{CONTRACTS} rollout.prompts miles_like.config miles_like.rewards miles_like.storage",
     "miles_like.datasets.sampled": "miles_like.algorithms miles_like.datasets",
     # miles_like: the loop and the processes

@@ -34,9 +34,9 @@ from miles_like.algorithms.losses.value import ValueLoss
 from miles_like.algorithms.terms.bounds import Bounds
 from miles_like.algorithms.terms.correction import Correction
 from miles_like.algorithms.terms.kl import Estimator
-from miles_like.config.run import MismatchConfig
 from miles_like.config.sections import algorithm as parts
 from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.alignment import MismatchConfig
 from miles_like.plugins import load, misfit
 from miles_like.protocols import AdvantageFn, AdvantageParts, Algorithm, LossFn
 from miles_like.types import GREEDY, REFERENCE, VALUES, Aggregation, SampleGroup

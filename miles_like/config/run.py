@@ -17,7 +17,12 @@ from megatron_bridge.config import (
     ReplayConfig,
 )
 from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
-from miles_like.config.sections.alignment import AlignmentConfig, check_sides, with_deterministic_servers
+from miles_like.config.sections.alignment import (
+    AlignmentConfig,
+    MismatchConfig,
+    check_sides,
+    with_deterministic_servers,
+)
 from miles_like.config.sections.cluster import ClusterConfig, PoolName, server_places
 from miles_like.config.sections.convert import ConvertConfig
 from miles_like.config.sections.distillation import DistillationConfig, LaunchedServer
@@ -28,6 +33,8 @@ from miles_like.config.sections.make import MakeConfig
 from miles_like.config.sections.reward import RewardConfig
 from miles_like.config.sections.supervised import PAIRS, SupervisedConfig, check_keys, check_unused, without_replay
 from miles_like.config.sections.vllm import check_vllm
+from miles_like.config.sections.watching.tracing import TraceConfig
+from miles_like.config.sections.watching.trackers import TrackersConfig
 from miles_like.section import Section
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.prompts.config import DataConfig
@@ -88,36 +95,6 @@ class TrainLoopConfig(RecomputeConfig):
         return self.steps * self.steps_per_rollout
 
 
-class MismatchConfig(Section):
-    """Bounds on the mismatch of trainer and rollout log-probabilities (docs/alignment.md), and what a breach does."""
-
-    kl_max: float | None = Field(None, ge=0)  # upper bound of mismatch/kl; None: none, in `verify` a default
-    logprob_abs_diff_max: float | None = Field(None, ge=0)  # upper bound of mismatch/logprob_abs_diff_max; None: none
-    extreme_frac_max: float | None = Field(None, ge=0, le=1)  # upper bound of mismatch/extreme_frac; None: none
-    on_breach: Literal["warn", "down_weight", "stop"] = "warn"  # what to do when a step exceeds a bound
-    # with replay.mode = "r3": minimum share of the recorded experts that the trainer's routers also choose, over all
-    # layers; None: a bound derived from the precision; 0: no check. A breach ends the run before the step
-    expert_agreement_min: float | None = Field(None, ge=0, le=1)
-    layer_agreement_min: float | None = Field(None, ge=0, le=1)  # the same minimum, for each layer
-    check_prompts: int = Field(8, ge=0)  # prompts compared on both sides before the first step of a process; 0: none
-    check_every: int = Field(50, ge=0)  # steps between further comparisons; 0: only before the first step
-    # steps between comparisons of the servers' checksums with those of the last publication; 0: no comparison
-    checksums_every: int = Field(10, ge=0)
-
-    @property
-    def bounds(self) -> dict[str, float | None]:
-        return self.model_dump(include={"kl_max", "logprob_abs_diff_max", "extreme_frac_max"})
-
-    @model_validator(mode="after")
-    def there_is_something_to_break(self) -> MismatchConfig:
-        if self.on_breach != "warn" and all(bound is None for bound in self.bounds.values()):
-            raise ValueError(
-                f"mismatch.on_breach = {self.on_breach!r} has no effect without a bound: set mismatch.kl_max, "
-                "mismatch.logprob_abs_diff_max or mismatch.extreme_frac_max, or remove it"
-            )
-        return self
-
-
 class RunConfig(Section):
     """The resolved configuration of one run."""
 
@@ -147,6 +124,8 @@ class RunConfig(Section):
     convert: ConvertConfig = ConvertConfig()
     alignment: AlignmentConfig = AlignmentConfig()
     cluster: ClusterConfig = ClusterConfig()
+    trackers: TrackersConfig = TrackersConfig()
+    trace: TraceConfig = TraceConfig()
 
     @property
     def max_pack_tokens(self) -> int:
@@ -205,6 +184,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def ranks_fit_the_cluster(self) -> RunConfig:
         c = self.cluster
+        self.trace.check_ranks(self.parallel.world_size)
         has: dict[PoolName, tuple[bool, str]] = {
             "rollout": (self.servers is not None, "samples nothing"),
             "critic": (self.algorithm.has_critic, "has no critic"),

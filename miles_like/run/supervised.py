@@ -42,7 +42,10 @@ def train_supervised(plan: ModelPlan, console: Console, *, resume: bool, launche
     stop = StopRequest()
     baseline = MismatchedKl(trainer=trainer, packer=packs) if objective.has_baseline else None
     batches = Batches(packer=packs, baseline=baseline)
-    run_to_end(_loop(files, resumed, trainer, batches, examples, held_out, stop), stop, c.checkpoint.grace_s)
+    try:
+        run_to_end(_loop(files, resumed, trainer, batches, examples, held_out, stop), stop, c.checkpoint.grace_s)
+    finally:
+        files.close()
     files.end()
 
 

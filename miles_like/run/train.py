@@ -115,6 +115,7 @@ def train(
     teachers.prepare()
     started, say = time.perf_counter(), partial(note, console)
     with contextlib.ExitStack() as stopping:
+        stopping.callback(files.close)
         stopping.callback(teachers.stop)  # first, so also where the run's own servers cannot be started
         teachers.launch()
         servers = _servers(launcher, rollout, resumed, say)

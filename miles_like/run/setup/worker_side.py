@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from miles_like import spans
 from miles_like.algorithms.filters import make_filter
 from miles_like.cluster.placement import PlacementPlan, Slot
 from miles_like.cluster.run_nodes import RunNodes
@@ -18,6 +19,7 @@ from miles_like.config.sections.reward import RewardConfig
 from miles_like.experience.teachers import Teachers
 from miles_like.experience.token_work import TokenWork
 from miles_like.plugins import GIVEN
+from miles_like.report.traces.writer import parts_of
 from miles_like.rewards.load import OUTAGE_S, Rewards
 from miles_like.run.setup.model_plan import ModelPlan, model_plan, run_algorithm
 from miles_like.run.setup.rollout_side import RolloutSide
@@ -92,6 +94,8 @@ class WorkerRecipe:
 
     def __call__(self, urls: Sequence[str]) -> Sampling:
         """Raises ValueError for a reward, filter or environment that cannot be loaded."""
+        if self.config.trace.on:
+            spans.begin(parts_of(self.run_dir), "rollout_worker")
         plan = model_plan(self.config, self.run_dir, self.served, self.weights)
         rollout, rewards = RolloutSide(plan=plan, key=self.key), Rewards(self.config.reward, outage_s=OUTAGE_S)
         # where the run goes on without some servers, a worker whose own ones are gone asks others

@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
+from miles_like import spans
 from quant.hf_config import spec_from_hf
 from rollout.config import PublishConfig
 from rollout.embedded.device.cuda import check_flags, check_sizes, memory_is_enough, use_cuda
@@ -155,6 +156,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--context-length", type=int, default=1024)
     p.add_argument("--served-model-name", help="model name in OpenAI's endpoints; default: the directory's name")
     p.add_argument("--weight-version", default="default")
+    p.add_argument(
+        "--traces", nargs=2, metavar=("DIRECTORY", "NAME"), help="record spans in this folder as the process NAME"
+    )
     for flag, unit in (
         (
             "--max-request-bytes",
@@ -287,6 +291,8 @@ def _check_cuda(args: argparse.Namespace) -> None:
 def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey | None, crew: Crew) -> None:
     # One thread here: with a second OpenMP team in the process libgomp stops spinning, and the engine is half as fast.
     torch.set_num_threads(1)
+    if (traced := vars(args).get("traces")) is not None:
+        spans.begin(Path(traced[0]), traced[1])
     limits = EngineLimits(
         max_running=args.max_running_requests,
         max_total_tokens=args.max_total_tokens,
@@ -299,7 +305,7 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey 
     by_default = "bfloat16" if args.device == "cuda" else "float32"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype or by_default]
     print(f"{LOADS}: {args.model_path}", flush=True)
-    with memory_is_enough(args.max_total_tokens):
+    with memory_is_enough(args.max_total_tokens), spans.span("load"):
         service = Service(
             Path(args.model_path),
             limits,
@@ -342,6 +348,7 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey 
             server.run(sockets=[listener])
     finally:
         worker.stop()
+        spans.flush()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
