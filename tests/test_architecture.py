@@ -204,6 +204,8 @@ RULES = {
     " miles_like.preflight miles_like.report miles_like.rewards miles_like.run.rebuild miles_like.run.setup"
     " miles_like.simulation miles_like.staging miles_like.stopping miles_like.storage miles_like.supervised"
     " miles_like.device_table miles_like.timing miles_like.turns miles_like.variables miles_like.alignment",
+    # what a run has recorded, read again with the algorithm that trained it
+    "miles_like.diagnosis": f"{CONTRACTS} miles_like.config miles_like.report miles_like.run",
     "miles_like.command_errors": "miles_like.stopping",
     # for Python; the commands of the same name call it
     "miles_like.api": f"{CONTRACTS} rollout.server_key rollout.server_url miles_like.alignment"
@@ -217,6 +219,8 @@ RULES = {
     "miles_like.commands.data": "miles_like.command_errors miles_like.commands miles_like.datasets miles_like.run",
     "miles_like.commands.config": "miles_like.command_errors miles_like.commands miles_like.config",
     "miles_like.commands.launch": "miles_like.command_errors miles_like.commands miles_like.config miles_like.launch",
+    "miles_like.commands.records": "miles_like.command_errors miles_like.commands miles_like.config"
+    " miles_like.diagnosis miles_like.report",
     "miles_like.commands.servers": "miles_like.command_errors miles_like.commands miles_like.fleet",
     "miles_like.cli": "miles_like.command_errors miles_like.commands",
     "miles_like.__main__": "miles_like.cli",

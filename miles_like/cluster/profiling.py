@@ -40,13 +40,13 @@ NOTHING = Observed("trainer")
 
 
 def contents(shards: Sequence[Sequence[MicroBatch]]) -> dict[str, Any]:
-    """Of a rank's batch, as arguments of a span: its samples, its tokens, and the share of them that are padding up to
-    the longest micro-batch of each optimizer step."""
-    cells = [[len(micro.tokens) for micro in shard] for shard in shards]
-    names = [name for shard in shards for micro in shard for name in micro.samples if name]
-    room = sum(max(row) * len(row) for row in cells if row)
-    tokens = sum(map(sum, cells))
-    return {"samples": names, "tokens": tokens, "waste": 1 - tokens / room if room else 0.0}
+    """Of a rank's batch, as arguments of a span: its samples, its tokens, micro-batches of an optimizer step."""
+    cells = [micro for shard in shards for micro in shard]
+    return {
+        "samples": [name for micro in cells for name in micro.samples if name],
+        "tokens": sum(len(micro.tokens) for micro in cells),
+        "micros": len(cells) / max(len(shards), 1),
+    }
 
 
 @dataclass(frozen=True, slots=True)

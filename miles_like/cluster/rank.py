@@ -151,6 +151,7 @@ class Rank:
     def save(self, path: Path, asynchronous: bool) -> None:
         with spans.span("save"):
             self.trainer.save(path, asynchronous=asynchronous)
+        spans.flush()  # it may be the last call
 
     def finish_save(self, wait: bool) -> bool:
         return self.trainer.finish_save(wait=wait)

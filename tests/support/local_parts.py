@@ -18,7 +18,8 @@ from miles_like.cluster.placement import Role, Slot
 from miles_like.cluster.rank import Rank
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.protocols import LossFn
-from miles_like.run.setup.launcher import Launcher
+from miles_like.report.traces.writer import parts_of
+from miles_like.run.setup.launcher import Launcher, observed
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.teachers import TeacherPlaces
@@ -226,7 +227,8 @@ class LocalLauncher(Launcher):
         return frozenset(), frozenset()
 
     def ranks(self, plan: ModelPlan, slots: Sequence[Slot], config: TrainerConfig, loss: LossFn) -> RayTrainer:
-        factory, role = MegatronFactory(config, plan.weights, loss), slots[0].role
+        role = slots[0].role
+        factory = MegatronFactory(config, plan.weights, loss, observed=observed(plan, role))
         processes = self.rank_processes[role].pop(0)
         self.starts(processes)
         return LocalTrainer(factory, processes, plan.config.parallel.dp, role, plan.run_dir / "calls.txt")
@@ -248,6 +250,7 @@ class LocalLauncher(Launcher):
             activations=plan.config.precision.activations,
             exact=plan.config.tp_shards,
             return_routed_experts=routing and plan.model.routing is not None,
+            traces=parts_of(plan.run_dir) if plan.config.trace.on else None,
         )
         words = [_words(launch, port) for port in ports]
         return LocalServers(self.server_processes, words, ports, self.spares)

@@ -73,7 +73,7 @@ class Launcher:
         """Start the ranks in `slots`, which are of one role, with the run's initial weights."""
         timeout_s = plan.config.cluster.timeout_s
         return RayTrainer(
-            MegatronFactory(config, plan.weights, loss, 2 * timeout_s, _observed(plan, slots[0].role)),
+            MegatronFactory(config, plan.weights, loss, 2 * timeout_s, observed(plan, slots[0].role)),
             slots,
             self.nodes(plan),
             dp_size=plan.config.parallel.dp,
@@ -108,7 +108,7 @@ class Launcher:
         )
 
 
-def _observed(plan: ModelPlan, role: str) -> Observed:
+def observed(plan: ModelPlan, role: str) -> Observed:
     """What is recorded of the ranks of a role; the trainer's alone are profiled."""
     trace, run_dir = plan.config.trace, plan.run_dir.resolve()
     return Observed(

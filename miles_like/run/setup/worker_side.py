@@ -94,7 +94,7 @@ class WorkerRecipe:
 
     def __call__(self, urls: Sequence[str]) -> Sampling:
         """Raises ValueError for a reward, filter or environment that cannot be loaded."""
-        if self.config.trace.on:
+        if self.config.trace.on and not spans.on():
             spans.begin(parts_of(self.run_dir), "rollout_worker")
         plan = model_plan(self.config, self.run_dir, self.served, self.weights)
         rollout, rewards = RolloutSide(plan=plan, key=self.key), Rewards(self.config.reward, outage_s=OUTAGE_S)
