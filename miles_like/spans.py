@@ -1,7 +1,7 @@
 """Spans: when each phase of a process begins and how long it takes, for traces (docs/tracing.md). Without torch.
 
-Nothing is recorded before `begin`: a span then costs a call. Afterwards a process appends its spans to a file of its
-own, a line each, at most FLUSH_S after they end or when FLUSH_SPANS are there; times are those of its node's clock.
+Nothing is recorded before `begin`: a span then costs a call. Afterwards a process appends its spans to its own
+file, a line each, at most FLUSH_S after they end or when FLUSH_SPANS are there; times are those of its node's clock.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ def train_supervised(plan: ModelPlan, console: Console, *, resume: bool, launche
     files = RunFiles(plan, console)
     resumed = files.resume() if resume else None
     files.begin()
+    if c.trace.on:
+        files.traces.ask(launcher.clocks(plan))
     started = time.perf_counter()
     trainer = launcher.trainer(plan, objective.loss)
     sets = ", ".join(f"{name} {len(x)}" for name, x in held_out.items()) or "none"

@@ -226,6 +226,9 @@ class LocalLauncher(Launcher):
     def replace_lost_nodes(self, plan: ModelPlan) -> tuple[frozenset[int], frozenset[int]]:
         return frozenset(), frozenset()
 
+    def clocks(self, plan: ModelPlan) -> Sequence[Callable[[], tuple[str, int]]]:
+        return ()
+
     def ranks(self, plan: ModelPlan, slots: Sequence[Slot], config: TrainerConfig, loss: LossFn) -> RayTrainer:
         role = slots[0].role
         factory = MegatronFactory(config, plan.weights, loss, observed=observed(plan, role))

@@ -120,6 +120,8 @@ class RebuildingRun(ABC):
         self._urls = {number: url for number, url in self._urls.items() if number not in gone}
         if self.fleet is not None:
             self.fleet.lose(gone, "its node is lost")
+        if plan.config.trace.on:
+            self.files.traces.ask(self.launcher.clocks(plan))  # also of nodes that are in the place of others
         if (resumed := self.files.resume()) is None:
             self.prompts.source.restore(beginning.prompts)
             set_random_state(beginning.random)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
@@ -51,6 +51,10 @@ class Launcher:
         self.nodes(plan)
         assert self.cluster is not None, "made by `nodes`"
         return self.cluster.replace_lost(plan.weights)
+
+    def clocks(self, plan: ModelPlan) -> Sequence[Callable[[], tuple[str, int]]]:
+        """As `RunNodes.clocks`."""
+        return self.nodes(plan).clocks()
 
     def trainer(self, plan: ModelPlan, loss: LossFn) -> RayTrainer:
         """Start the trainer ranks with the run's initial weights."""

@@ -265,12 +265,15 @@ def serve(args: argparse.Namespace, key: ServerKey | None = None) -> None:
     if args.tp_size > 1 or args.ep_size > 1:
         slices_of(opened(Path(args.model_path)), tp_size=args.tp_size, ep_size=args.ep_size)
     crew = Crew(args.tp_size, threads=args.threads, limit_s=args.rank_timeout)  # forks: before anything is opened
+    if (traced := vars(args).get("traces")) is not None:
+        spans.begin(Path(traced[0]), traced[1])
     try:
         with _listener(args.host, args.port) as listener:
             check_address(listener.getsockname()[0], key)
             _serve_on(listener, args, key, crew)
     finally:
         crew.stop()
+        spans.flush()
     if crew.failure:
         raise RankLost(crew.failure)
 
@@ -291,8 +294,6 @@ def _check_cuda(args: argparse.Namespace) -> None:
 def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey | None, crew: Crew) -> None:
     # One thread here: with a second OpenMP team in the process libgomp stops spinning, and the engine is half as fast.
     torch.set_num_threads(1)
-    if (traced := vars(args).get("traces")) is not None:
-        spans.begin(Path(traced[0]), traced[1])
     limits = EngineLimits(
         max_running=args.max_running_requests,
         max_total_tokens=args.max_total_tokens,
@@ -348,7 +349,6 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey 
             server.run(sockets=[listener])
     finally:
         worker.stop()
-        spans.flush()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

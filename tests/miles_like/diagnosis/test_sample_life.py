@@ -88,9 +88,9 @@ def test_an_advantage_that_needs_more_is_not_guessed(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "message"),
     [("p9/0", "has a sample p9/0"), ("p1", "'p1' is not PROMPT_ID/INDEX"), ("p1/x", "is not PROMPT_ID")],
 )
-def test_a_key_of_no_sample_is_refused(run_dir: Path, key: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_key_of_no_sample_is_refused(run_dir: Path, key: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         life_of(run_dir, key, [])

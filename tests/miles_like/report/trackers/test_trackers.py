@@ -63,7 +63,7 @@ def settings(name: str, **keys: Any) -> TrackersConfig:
 
 
 def forwarded(run_dir: Path, config: TrackersConfig) -> list[str]:
-    """What is said when the processes of the trackers have sent what there is."""
+    """The sentences for the user when the processes of the trackers have sent what there is."""
     said: list[str] = []
     trackers = Trackers(config, run_dir, said.append)
     trackers.start()
@@ -254,7 +254,7 @@ class Flaky:
 
 
 def test_rows_are_sent_once_a_tracker_answers_again(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails is said without keys, in the log, in the state, and once on the console."""
+    """What fails is reported without keys, in the log, in the state, and once on the console."""
     monkeypatch.setenv("MY_API_KEY", PLANTED)
     client, log, said, looks = Flaky(2), list[str](), list[str](), iter([False, False, True])
     watching = Trackers(settings("wandb"), run_dir, said.append)
