@@ -34,6 +34,7 @@ from miles_like.report.traces.chrome import read_trace, write_trace
 from miles_like.report.traces.parts import Parts, TracedSpan
 from miles_like.report.traces.writer import trace_files
 from miles_like.run import assemble
+from miles_like.run.setup.launcher import freeze_gc
 from miles_like.run.setup.model_plan import model_plan
 from miles_like.run.train import train
 
@@ -106,7 +107,8 @@ def window_s(folder: Path) -> float:
         count = len(read)
         write_trace(folder / "window.json", read, {})
 
-    return processor_s(work) / count if count else 0.0
+    took = processor_s(work)
+    return took / count
 
 
 def main() -> None:
@@ -120,6 +122,7 @@ def main() -> None:
         finally:
             assemble.shut_down()
         each = len(found) / (steps - WARM)
+        freeze_gc()  # as a run has done before its first step
         folder = Path(home) / "parts"
         off, on, window = off_s(), on_s(found, folder), window_s(folder)
     figures = {

@@ -7,7 +7,6 @@ file, a line each, at most FLUSH_S after they end or when FLUSH_SPANS are there;
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import socket
 import threading
@@ -16,8 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import orjson
+
 FLUSH_S = 1.0
 FLUSH_SPANS = 256
+SHORTEST_NS = 100_000  # of work beside others that is recorded: a step has thousands of instant rewards
 
 
 class Span:
@@ -42,7 +44,9 @@ class Span:
         assert self._recorder is not None, "only `_Nothing` has none"
         if kind is not None:
             self.args["error"] = kind.__name__
-        self._recorder.record(self._name, self._start, time.perf_counter_ns() - self._since, self._beside, self.args)
+        took = time.perf_counter_ns() - self._since
+        if took >= SHORTEST_NS or not self._beside:
+            self._recorder.record(self._name, self._start, took, self._beside, self.args)
 
 
 class _Nothing(Span):
@@ -85,13 +89,13 @@ class Recorder:
             lines, self._lines, self._flushed = self._lines, [], time.monotonic()
             if not lines:
                 return
-            text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
+            text = b"".join(orjson.dumps(line, default=str, option=orjson.OPT_APPEND_NEWLINE) for line in lines)
             if not self._head:
                 head = {"process": self.process, "pid": os.getpid(), "host": socket.gethostname()}
-                text, self._head = json.dumps(head) + "\n" + text, True
+                text, self._head = orjson.dumps(head, option=orjson.OPT_APPEND_NEWLINE) + text, True
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                with self.path.open("a", encoding="utf-8") as file:
+                with self.path.open("ab") as file:
                     file.write(text)
             except OSError:
                 end()

@@ -67,7 +67,7 @@ class RunNodes:
         nanoseconds as `time.time_ns` counts, and raises RuntimeError where it does not answer."""
         here = ray.get_runtime_context().get_node_id()
         clock: Any = ray.remote(num_cpus=0)(_Clock)
-        asks = []
+        asks: list[Callable[[], tuple[str, int]]] = []
         for node in {node.id: node for node in self.nodes if node.id != here}.values():
             actor = clock.options(scheduling_strategy=on_node(node.id)).remote()
             asks.append(partial(_told, actor, f"the clock of node {node.address}"))

@@ -100,7 +100,7 @@ def test_each_process_has_its_phases_in_a_file_for_each_window(watched: Path) ->
 def test_a_sample_is_followed_from_the_request_to_the_update(watched: Path) -> None:
     """By its key, through the driver, the server and the rank; with the weight version that sampled it."""
     sample = sampled(watched, 2)[0][0]
-    for name, process in (("request", "driver"), ("generate", "driver"), ("reward", "driver"), ("train", "trainer")):
+    for name, process in (("request", "driver"), ("generate", "driver"), ("train", "trainer")):
         assert [s for s in spans_of(watched, name, process) if sample in s.args["samples"]], name
     on_server = [s for s in spans_of(watched, "generate", "rollout_server") if sample in s.args.get("samples", ())]
     asked = [s for s in spans_of(watched, "request", "driver") if sample in s.args["samples"]]

@@ -3,10 +3,11 @@ events ("X") in microseconds, a process for each process and a thread for each r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from miles_like.limits.regular_files import MIB, parse_json, read_regular, replace_bytes
 from miles_like.report.traces.parts import TracedSpan
@@ -71,7 +72,7 @@ def trace_events(spans: Sequence[TracedSpan], about: Mapping[str, Any]) -> dict[
 
 def write_trace(path: Path, spans: Sequence[TracedSpan], about: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_bytes(path, json.dumps(trace_events(spans, about)).encode())
+    replace_bytes(path, orjson.dumps(trace_events(spans, about)))
 
 
 def read_trace(path: Path) -> list[TracedSpan]:

@@ -7,7 +7,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
 from typing import Protocol
@@ -134,7 +133,7 @@ def with_samples(found: Sequence[TracedSpan]) -> list[TracedSpan]:
         rids = span.args.get("rids")
         if span.name == "generate" and rids:
             known = dict.fromkeys(name for rid in rids for name in samples.get(rid, ()))
-            span = replace(span, args={**span.args, "samples": list(known)})
+            span = span._replace(args={**span.args, "samples": list(known)})
         out.append(span)
     return out
 
