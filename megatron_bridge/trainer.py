@@ -48,6 +48,7 @@ from megatron_bridge.weights.copies import WeightCopies  # noqa: E402
 from megatron_bridge.weights.export import ExportPlan  # noqa: E402
 from megatron_bridge.weights.shards import LocalShards  # noqa: E402
 from megatron_bridge.weights.sources import WeightSources  # noqa: E402
+from miles_like import spans  # noqa: E402
 from miles_like.hf.checkpoint import read_config  # noqa: E402
 from miles_like.protocols import LossFn  # noqa: E402
 from miles_like.types import REFERENCE, MicroBatch, NamedTensor, Scored, Stat, StepReport  # noqa: E402
@@ -173,7 +174,8 @@ class MegatronTrainer:
         self._sleep.require_awake("train")
         self.copies.assert_not_swapped()
         assert len(shards) == len(loss_tokens) >= 1, "a number of loss tokens for each of one or more shards"
-        refs, olds = self._reference_logprobs(shards), self._old_policies(shards)
+        with spans.span("log-probs before the update"):
+            refs, olds = self._reference_logprobs(shards), self._old_policies(shards)
         found: list[Stats] = []
         checked = [dict(old.agreement) for old in olds if old is not None]
         if checked:
@@ -193,7 +195,8 @@ class MegatronTrainer:
         self.optimizer.zero_grad()  # without a distributed optimizer, .grad is the buffer that gradients are added to
         self._bias.keep()
         try:
-            stats = run()
+            with spans.span("forward and backward"):
+                stats = run()
             if check:
                 self._check_routes(stats, where)
         except (ValueError, RoutingBreach):
@@ -203,7 +206,8 @@ class MegatronTrainer:
         try:
             if not math.isfinite(loss := values(stats)["train/loss"]):
                 raise NonFiniteGradient(f"loss is {loss}")
-            norm = apply_gradients(self.optimizer, lr=lr, clip=self.config.optimizer.clip_grad)
+            with spans.span("optimizer"):
+                norm = apply_gradients(self.optimizer, lr=lr, clip=self.config.optimizer.clip_grad)
         except NonFiniteGradient as e:
             why = explain(self._step, lambda: values(run()), optimizer=self.optimizer, bias=self._bias)
             message = f"the {e} in {where}, {why}; the weights are unchanged"

@@ -24,6 +24,7 @@ from miles_like.commands.options import Command, Group
 from miles_like.commands.output import LOG_LEVELS, set_output
 from miles_like.commands.plan import plan
 from miles_like.commands.quantize import dequantize, quantize
+from miles_like.commands.records.diagnose import diagnose, track
 from miles_like.commands.report import compare, report, top, watch
 from miles_like.commands.serve import serve
 from miles_like.commands.servers.app import servers
@@ -49,6 +50,8 @@ _PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "watch": watch,
         "top": top,
         "compare": compare,
+        "diagnose": diagnose,
+        "track": track,
     },
     CHECKPOINTS: {"export": export, "quantize": quantize, "dequantize": dequantize, "serve": serve},
     PLANS: {"plan": plan, "simulate": simulate, "doctor": doctor},

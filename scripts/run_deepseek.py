@@ -18,6 +18,7 @@ from miles_like.commands.options import (
     FreshOption,
     FromStepOption,
     FuseOption,
+    ProfileOption,
     RayOption,
     ResumeOption,
     RunDirOption,
@@ -46,6 +47,7 @@ def main(
     cache_dir: CacheOption = None,
     force: ForceOption = False,
     supervise: SuperviseOption = False,
+    profile: ProfileOption = None,
 ) -> None:
     """Run the five stages of one configuration."""
     train(
@@ -63,6 +65,7 @@ def main(
         cache_dir=cache_dir,
         force=force,
         supervise=supervise,
+        profile=profile,
     )
 
 

@@ -24,7 +24,7 @@ TESTED_ELSEWHERE = ("scripts",)  # folders without a folder of tests: tests/e2e 
 # separate row. A name stands for its subfolders too: "quant" is quant.spec, quant.formats and the others.
 CONTRACTS = (
     "miles_like.types miles_like.records miles_like.protocols miles_like.plugins miles_like.hf miles_like.limits"
-    " miles_like.section miles_like.variables"
+    " miles_like.section miles_like.spans miles_like.variables"
 )
 RULES = {
     "quant.exact": "",
@@ -41,6 +41,7 @@ RULES = {
     # what lower packages may import of miles_like
     "miles_like.limits": "",
     "miles_like.section": "",
+    "miles_like.spans": "",
     "miles_like.variables": "",
     "miles_like.types": "routing_replay",
     "miles_like.records": "routing_replay miles_like.types",
@@ -135,6 +136,11 @@ RULES = {
     "miles_like.report": f"{CONTRACTS} miles_like.config.sections miles_like.storage",
     # whether one model is worse than another on the same problems
     "miles_like.report.paired": f"{CONTRACTS} miles_like.alerts miles_like.config.sections miles_like.report",
+    # what each process has recorded, as files for each window of steps
+    "miles_like.report.traces": "miles_like.limits miles_like.spans miles_like.config.sections.watched",
+    # a process beside a run for each tracker
+    "miles_like.report.trackers": "miles_like.limits miles_like.variables miles_like.config.sections.watched"
+    " miles_like.report",
     # a run for people: in a browser, and in a terminal
     "miles_like.page": f"{CONTRACTS} miles_like.checkpoint miles_like.config.sections miles_like.report",
     "miles_like.datasets": f"{CONTRACTS} rollout.prompts miles_like.config miles_like.rewards miles_like.storage",
@@ -212,6 +218,8 @@ RULES = {
     " miles_like.run.setup miles_like.run.watched miles_like.simulation miles_like.staging miles_like.stopping"
     " miles_like.storage miles_like.supervised miles_like.device_table miles_like.timing miles_like.turns"
     " miles_like.variables miles_like.alignment",
+    # what a run has recorded, read again with the algorithm that trained it
+    "miles_like.diagnosis": f"{CONTRACTS} miles_like.config miles_like.report miles_like.run",
     "miles_like.command_errors": "miles_like.stopping",
     # for Python; the commands of the same name call it
     "miles_like.api": f"{CONTRACTS} rollout.server_key rollout.server_url miles_like.alignment"
@@ -225,6 +233,8 @@ RULES = {
     "miles_like.commands.data": "miles_like.command_errors miles_like.commands miles_like.datasets miles_like.run",
     "miles_like.commands.config": "miles_like.command_errors miles_like.commands miles_like.config",
     "miles_like.commands.launch": "miles_like.command_errors miles_like.commands miles_like.config miles_like.launch",
+    "miles_like.commands.records": "miles_like.command_errors miles_like.commands miles_like.config"
+    " miles_like.diagnosis miles_like.report",
     "miles_like.commands.servers": "miles_like.command_errors miles_like.commands miles_like.fleet",
     "miles_like.cli": "miles_like.command_errors miles_like.commands",
     "miles_like.__main__": "miles_like.cli",

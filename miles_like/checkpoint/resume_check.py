@@ -38,6 +38,8 @@ SILENT = (
     "rollout.sglang.*",
     "rollout.vllm.*",
     "rollout.env.*",
+    "trackers.*",
+    "trace.*",
 )
 # the saved state depends on these: prompt order, weights, group size, staleness bound
 REFUSED = (

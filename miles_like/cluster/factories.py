@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_bridge.config import TrainerConfig
+from miles_like import spans
+from miles_like.cluster.profiling import NOTHING, Observed
 from miles_like.hf.checkpoint import write_hf
 from miles_like.protocols import LossFn, RankTrainer, WeightPublisher
 from miles_like.types import NamedTensor, PublishReport
@@ -34,12 +36,18 @@ class MegatronFactory:
     loss: LossFn
     # longer than the driver waits for ranks, so that their stacks show the collective in which they hang
     collective_timeout_s: float = 3600.0
+    observed: Observed = NOTHING
 
     def __call__(self, rank: int, world: int, host: str, port: int) -> RankTrainer:
         # imported in the rank's process only: megatron's CPU shims must not patch the driver
         from megatron_bridge.trainer import MegatronTrainer
 
-        trainer = MegatronTrainer(
+        self.observed.begin(rank)
+        with spans.span("build"):
+            return self._built(MegatronTrainer, rank, world, host, port)
+
+    def _built(self, make: Any, rank: int, world: int, host: str, port: int) -> RankTrainer:
+        trainer: RankTrainer = make(
             self.config,
             rank=rank,
             world_size=world,

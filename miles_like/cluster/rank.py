@@ -10,12 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
+from miles_like import spans
 from miles_like.batch.parcel import Parcel
 from miles_like.batch.portion import filled
 from miles_like.batch.unpacking import unpack
 from miles_like.cluster.gathering import Gathering
 from miles_like.cluster.memory import RankMemory
 from miles_like.cluster.pacing import Pacer
+from miles_like.cluster.profiling import contents, profiled
 from miles_like.cluster.rank_weights import RankWeights
 from miles_like.protocols import RankTrainer, WeightPublisher
 from miles_like.records import PlannedMicroBatch
@@ -67,29 +69,38 @@ class Rank:
     def train(self, loss_tokens: Sequence[int], version: int, parts: Sequence[int], *shards: Any) -> StepReport:
         """`shards`: for each optimizer step the shard of its batch, then as many parts of it (`whole_shard`) as `parts`
         has for the step."""
-        whole, at = [], 0
-        for n in parts:
-            whole.append(whole_shard(shards[at], shards[at + 1 : at + 1 + n]))
-            at += 1 + n
-        self.trainer.signals.meet()
-        report = self.trainer.train(whole, loss_tokens, version)
+        with profiled("train", version), spans.span("train", version=version) as span:
+            with spans.span("fill"):
+                whole, at = [], 0
+                for n in parts:
+                    whole.append(whole_shard(shards[at], shards[at + 1 : at + 1 + n]))
+                    at += 1 + n
+            if spans.on():
+                span.add(**contents(whole))
+            with spans.span("meet"):
+                self.trainer.signals.meet()
+            report = self.trainer.train(whole, loss_tokens, version)
+        spans.flush()
         return replace(report, metrics={**report.metrics, **self.memory.metrics()})
 
     def evaluate(self, shard: Sequence[MicroBatch], routes: ShardRoutes, loss_tokens: int) -> Mapping[str, float]:
-        self.trainer.signals.meet()
-        return self.trainer.evaluate(whole_shard(shard, [routes]), loss_tokens)
+        with spans.span("evaluate"):
+            self.trainer.signals.meet()
+            return self.trainer.evaluate(whole_shard(shard, [routes]), loss_tokens)
 
     def score(
         self, shard: Sequence[MicroBatch], routes: ShardRoutes, temperature: float, replay: bool, states: bool
     ) -> Scored:
-        self.trainer.signals.meet()
-        whole = whole_shard(shard, [routes])
-        return self.trainer.score(whole, temperature=temperature, replay=replay, states=states)
+        with spans.span("score"):
+            self.trainer.signals.meet()
+            whole = whole_shard(shard, [routes])
+            return self.trainer.score(whole, temperature=temperature, replay=replay, states=states)
 
     def logprobs(self, shard: Sequence[MicroBatch], weights: str | None, candidates: bool, reply: bool) -> list[Tensor]:
         """reply: return the result; False for the other ranks of a shard, whose results are equal."""
-        self.trainer.signals.meet()
-        found = self.trainer.logprobs(shard, weights, candidates=candidates)
+        with spans.span("logprobs", weights=weights):
+            self.trainer.signals.meet()
+            found = self.trainer.logprobs(shard, weights, candidates=candidates)
         return [x.cpu() for x in found] if reply else []
 
     def held_logprobs(
@@ -97,9 +108,10 @@ class Rank:
     ) -> Any:
         """As `logprobs`, of planned micro-batches. names: of the samples of each holder, to which the values go; of
         none on the other ranks of a shard. Returns None, then a parcel for each holder: name -> [S] fp32."""
-        whole = whole_shard(cells, portions)
-        self.trainer.signals.meet()
-        found = self.trainer.logprobs(whole, weights)
+        with spans.span("logprobs", weights=weights):
+            whole = whole_shard(cells, portions)
+            self.trainer.signals.meet()
+            found = self.trainer.logprobs(whole, weights)
         if not names:
             return None
         streams = unpack([whole], [[x.cpu() for x in found]])
@@ -110,7 +122,9 @@ class Rank:
 
     def publish(self, version: int) -> PublishReport:
         before, packed = ENCODED.now(), PACKED.now()
-        report = self._publish(version)
+        with profiled("publish", version), spans.span("publish", version=version):
+            report = self._publish(version)
+        spans.flush()
         return replace(report, triton=ENCODED.share_since(before), packed=PACKED.share_since(packed))
 
     def _publish(self, version: int) -> PublishReport:
@@ -141,19 +155,25 @@ class Rank:
         return Gathering(self.trainer.signals, self.rank)
 
     def save(self, path: Path, asynchronous: bool) -> None:
-        self.trainer.save(path, asynchronous=asynchronous)
+        with spans.span("save"):
+            self.trainer.save(path, asynchronous=asynchronous)
+        spans.flush()  # it may be the last call
 
     def finish_save(self, wait: bool) -> bool:
         return self.trainer.finish_save(wait=wait)
 
     def load(self, path: Path) -> None:
-        self.trainer.load(path)
+        with spans.span("load"):
+            self.trainer.load(path)
 
     def sleep(self) -> Mapping[str, int]:
-        return self.trainer.sleep()
+        with spans.span("sleep"):
+            return self.trainer.sleep()
 
     def wake(self) -> None:
-        self.trainer.wake()
+        with spans.span("wake"):
+            self.trainer.wake()
 
     def close(self) -> None:
+        spans.flush()
         self.trainer.close()

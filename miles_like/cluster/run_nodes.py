@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,16 @@ from miles_like.cluster.placement import Slot
 from miles_like.config.sections.cluster import ClusterConfig
 from miles_like.nodes.facts import NodeFacts
 from miles_like.nodes.members import Node
+from miles_like.nodes.waits import get_result, on_node
+
+_CLOCK_S = 5.0  # for a node to tell its time
+
+
+class _Clock:
+    """An actor that has nothing else to do, so that it answers at once."""
+
+    def read(self) -> tuple[str, int]:
+        return socket.gethostname(), time.time_ns()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,5 +63,21 @@ class RunNodes:
         of_actor = actor.options(**actor_options(self.of(slot), environment))
         return of_actor.remote(log.resolve(), environment | driver_secrets(self._env(slot)))
 
+    def clocks(self) -> list[Callable[[], tuple[str, int]]]:
+        """For each node of the run but this process's, a function that asks it for its host and its time, in
+        nanoseconds as `time.time_ns` counts, and raises RuntimeError where it does not answer."""
+        here = ray.get_runtime_context().get_node_id()
+        clock: Any = ray.remote(num_cpus=0)(_Clock)
+        asks: list[Callable[[], tuple[str, int]]] = []
+        for node in {node.id: node for node in self.nodes if node.id != here}.values():
+            actor = clock.options(scheduling_strategy=on_node(node.id)).remote()
+            asks.append(partial(_told, actor, f"the clock of node {node.address}"))
+        return asks
+
     def _env(self, slot: Slot) -> Mapping[str, str]:
         return self.server_env if slot.role in ("rollout", "teachers") else self.cluster.env
+
+
+def _told(actor: Any, name: str) -> tuple[str, int]:
+    host, at = get_result(actor.read.remote(), name, _CLOCK_S)
+    return str(host), int(at)

@@ -71,6 +71,14 @@ FuseOption = Annotated[
         help="decode FP8 during conversion, without a BF16 copy on disk",
     ),
 ]
+ProfileOption = Annotated[
+    tuple[str, str] | None,
+    typer.Option(
+        "--profile",
+        metavar="steps=FIRST:LAST ranks=R,R",
+        help="profile these steps of these trainer ranks, e.g. --profile steps=3:5 ranks=0,7",
+    ),
+]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="validate and print the plan; changes nothing")]
 ShowConfigOption = Annotated[
     bool, typer.Option("--show-config", help="with --dry-run: also the keys that differ from the defaults")
@@ -92,6 +100,17 @@ KeyFileOption = Annotated[
         help="file (mode 0600) with the server's key; default: the environment variable MILES_LIKE_SERVER_KEY",
     ),
 ]
+
+
+def profile_settings(given: tuple[str, str] | None) -> list[str]:
+    """The overrides that `--profile` is. Raises ValueError for words of another form."""
+    if given is None:
+        return []
+    words = dict(word.partition("=")[::2] for word in given)
+    ranks = words.get("ranks", "").split(",")
+    if set(words) != {"steps", "ranks"} or not all(rank.isdecimal() for rank in ranks):
+        raise ValueError(f"--profile {' '.join(given)}: give steps and ranks, as --profile steps=3:5 ranks=0,7")
+    return [f"trace.profile_steps={words['steps']!r}", f"trace.profile_ranks=[{', '.join(ranks)}]"]
 
 
 def check_writable(path: Path) -> None:

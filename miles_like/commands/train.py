@@ -15,12 +15,14 @@ from miles_like.commands.options import (
     FreshOption,
     FromStepOption,
     FuseOption,
+    ProfileOption,
     RayOption,
     ResumeOption,
     RunDirOption,
     SetOption,
     ShowConfigOption,
     SuperviseOption,
+    profile_settings,
 )
 from miles_like.commands.output import console, echo
 from miles_like.pipeline.stage_names import STAGES
@@ -43,6 +45,7 @@ def train(
     cache_dir: CacheOption = None,
     force: ForceOption = False,
     supervise: SuperviseOption = False,
+    profile: ProfileOption = None,
     stages: Annotated[str, typer.Option("--stages", hidden=True)] = ",".join(STAGES),  # of scripts/run_deepseek.py
 ) -> None:
     """Train a model: fetch, dequantize, convert and stage the checkpoint, then train."""
@@ -50,6 +53,7 @@ def train(
         from miles_like.config.load import load_config
 
         # a mistyped key is answered before the libraries of training are imported
+        overrides = [*overrides, *profile_settings(profile)]
         settings = load_config(config, overrides).checkpoint
         if supervise and not dry_run:
             raise typer.Exit(_supervised(run_dir, settings))

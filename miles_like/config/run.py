@@ -31,6 +31,8 @@ from miles_like.config.sections.vllm import check_vllm
 from miles_like.config.sections.watched.alerts import AlertsConfig
 from miles_like.config.sections.watched.mismatch import MismatchConfig
 from miles_like.config.sections.watched.report import ReportConfig
+from miles_like.config.sections.watched.tracing import TraceConfig
+from miles_like.config.sections.watched.trackers import TrackersConfig
 from miles_like.section import Section
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.prompts.config import DataConfig
@@ -124,6 +126,8 @@ class RunConfig(Section):
     convert: ConvertConfig = ConvertConfig()
     alignment: AlignmentConfig = AlignmentConfig()
     cluster: ClusterConfig = ClusterConfig()
+    trackers: TrackersConfig = TrackersConfig()
+    trace: TraceConfig = TraceConfig()
 
     @property
     def max_pack_tokens(self) -> int:
@@ -192,6 +196,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def ranks_fit_the_cluster(self) -> RunConfig:
         c = self.cluster
+        self.trace.check_ranks(self.parallel.world_size)
         has: dict[PoolName, tuple[bool, str]] = {
             "rollout": (self.servers is not None, "samples nothing"),
             "critic": (self.algorithm.has_critic, "has no critic"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from miles_like import spans
 from miles_like.config.sections.eval import EvalSet
 from miles_like.loop.search import Search, beam_figures, best_of_figures, with_scores
 from miles_like.protocols import RewardFn, RolloutEngine
@@ -205,17 +206,18 @@ class Evaluator:
             return {}
         self.progress.phase(version, "evaluate")
         params = dataclasses.replace(self.params, sampling_seed=seed_of(self.seed, f"eval {version}"))
-        return await evaluate(
-            self.engines,
-            self.sets,
-            params=params,
-            version=version,
-            alone=self.alone,
-            runner=self.runner,
-            serving=self.serving,
-            workers=self.workers,
-            history=self.history,
-        )
+        with spans.span("evaluate", version=version):
+            return await evaluate(
+                self.engines,
+                self.sets,
+                params=params,
+                version=version,
+                alone=self.alone,
+                runner=self.runner,
+                serving=self.serving,
+                workers=self.workers,
+                history=self.history,
+            )
 
 
 def _check_versions(groups: Sequence[SampleGroup], version: int, name: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from miles_like import spans
 from miles_like.loop.buffer import DataBuffer, Taken
 from miles_like.loop.producer import Producer
 from miles_like.records import ColumnsLostError, SampleRecord
@@ -77,7 +78,7 @@ class Feed:
     async def use(self, record: R, train: Callable[[R, list[Taken]], Awaitable[None]]) -> bool:
         """Trains the groups of `record.step`; False: there are none, as where `take` returns None. Where workers have
         lost some of them before anything was trained, others are taken."""
-        while (taken := await self.take(record.step)) is not None:
+        while (taken := await self._waited_for(record.step)) is not None:
             try:
                 await train(record, taken)
                 return True
@@ -86,6 +87,12 @@ class Feed:
                     raise
                 await self.give_back(taken, e.has_lost)
         return False
+
+    async def _waited_for(self, step: int) -> list[Taken] | None:
+        with spans.span("rollout", step=step + 1, version=step) as span:
+            taken = await self.take(step)
+            span.add(groups=0 if taken is None else len(taken))
+        return taken
 
     def ready(self, step: int) -> bool:
         """Whether `take` would return groups at once."""

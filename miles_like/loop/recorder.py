@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
+from miles_like import spans
 from miles_like.algorithms.advantages.remax import without_greedy
 from miles_like.algorithms.terms.mismatch import finish
 from miles_like.checkpoint.ledger import Ledger
@@ -91,7 +92,10 @@ class StepRecord:
         if phase in ("train", "publish"):
             self.progress.phase(self.step, phase)
         began = time.perf_counter()
-        yield
+        with spans.span(phase, step=self.step + 1, version=self.step) as span:
+            if phase == "train" and spans.on():
+                span.add(samples=[s.name for t in self.taken for s in t.group.samples])
+            yield
         self.seconds[phase] += time.perf_counter() - began
 
     def trained(self, report: StepReport) -> None:
@@ -160,6 +164,7 @@ class Recorder:
         if report is None:
             raise RuntimeError(f"step {record.step} is recorded before its weights are published")
         groups, step_s = [t.group for t in record.taken], now - record.began - seconds["save"]
+        spans.ended("step", now - record.began, step=record.step + 1, version=record.step)
         stats = total(t.stats for t in record.taken)
         rollout_s = stats.seconds or step_s  # where prompts are admitted freely, some are always in flight
         return {

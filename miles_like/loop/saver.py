@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
+from miles_like import spans
 from miles_like.checkpoint.writer import RunCheckpoints, Snapshot
 from miles_like.report.progress import PhaseBar
 from miles_like.stopping import Deadline, StopRequest
@@ -116,9 +117,10 @@ class Saver:
         self.progress.phase(self._step, "save")
         if self._snapshot is None:
             raise RuntimeError(f"step {self._step} is saved before a boundary was reached")
-        await self._finish(wait=True)
-        await self.checkpoints.begin(self._step, self._snapshot)
-        await self._finish(wait=not self.checkpoints.asynchronous)
+        with spans.span("checkpoint", step=self._step):
+            await self._finish(wait=True)
+            await self.checkpoints.begin(self._step, self._snapshot)
+            await self._finish(wait=not self.checkpoints.asynchronous)
         self._saved = self._step
 
     async def _finish(self, *, wait: bool) -> None:

@@ -12,7 +12,7 @@ from miles_like.storage.completion import MARKER, files_under
 from miles_like.storage.fencing import EPOCH_FILE
 
 Mode = Literal["auto", "resume", "fresh"]
-LARGE_ENTRIES = ("logs", "tensorboard", "rollouts", "checkpoints", "stacks")
+LARGE_ENTRIES = ("logs", "tensorboard", "rollouts", "checkpoints", "stacks", "trackers", "traces", "profiles")
 # All entries that a run writes; only these are removed when it starts over.
 RUN_FILES = (
     *LARGE_ENTRIES,

@@ -26,6 +26,7 @@ from miles_like.config.sections.reward import EndpointConfig, Reward, RewardMode
 from miles_like.hf.tokenizer import LazyTokenizer
 from miles_like.pipeline.stages import Stage
 from miles_like.preflight.machine import Cluster, Machines, check_url
+from miles_like.preflight.observers import check_packages
 from miles_like.protocols import RewardFn
 from miles_like.types import Prompt, SampleGroup, Unit
 from rollout.prompts.config import DataConfig
@@ -73,6 +74,7 @@ class Preflight:
             out += self._model()
         if "train" in self.to_do:
             out.append(run_check("memory", lambda: self._memory(None)))
+            out.append(run_check("trackers", lambda: check_packages(self.config.trackers, self.config.trace)))
             out += self._sources()
             out += self._rewards() if self.config.servers is not None else []
             out += self._plugins()

@@ -37,6 +37,8 @@ def train_supervised(plan: ModelPlan, console: Console, *, resume: bool, launche
     files = RunFiles(plan, console)
     resumed = files.resume() if resume else None
     files.begin()
+    if c.trace.on:
+        files.traces.ask(launcher.clocks(plan))
     started = time.perf_counter()
     ranks = start_ranks(launcher, plan, objective.loss)
     run = SupervisedRun(
@@ -52,7 +54,10 @@ def train_supervised(plan: ModelPlan, console: Console, *, resume: bool, launche
     sets = ", ".join(f"{name} {len(x)}" for name, x in held_out.items()) or "none"
     ready = f"Ready in {time.perf_counter() - started:.0f} s: {len(plan.placement.of('trainer'))} trainer ranks."
     run.say(f"{ready} {len(examples)} examples; held out: {sets}.")
-    run_to_end(run.through_losses(), run.stop, c.checkpoint.grace_s)
+    try:
+        run_to_end(run.through_losses(), run.stop, c.checkpoint.grace_s)
+    finally:
+        files.close()
     files.end()
 
 

@@ -89,10 +89,13 @@ def train(
     prompts, files = read_prompts(plan, console), RunFiles(plan, console)
     resumed = files.resume() if resume else None
     files.begin()
+    if plan.config.trace.on:
+        files.traces.ask(launcher.clocks(plan))
     teachers = run_teachers(rollout, console, partial(launcher.nodes, plan))
     teachers.prepare()
     started, say = time.perf_counter(), partial(note, console)
     with contextlib.ExitStack() as stopping:
+        stopping.callback(files.close)
         stopping.callback(teachers.stop)  # first, so also where the run's own servers cannot be started
         teachers.launch()
         servers = _servers(launcher, rollout, resumed, say)

@@ -337,12 +337,12 @@ def _sample(line: str, where: str) -> Sample:
             "with this version"
         )
     try:
-        return _kept_sample(row, where)
+        return kept_sample(row, where)
     except (TypeError, RuntimeError, OverflowError, AttributeError, KeyError) as e:
         raise ValueError(f"{where} is damaged or was edited ({e}): use the file as the run wrote it") from None
 
 
-def _kept_sample(row: Mapping[str, Any], where: str) -> Sample:
+def kept_sample(row: Mapping[str, Any], where: str) -> Sample:
     mask = torch.tensor(row["loss_mask"], dtype=torch.bool)
     sizes = len(row["token_ids"]), len(mask), len(row["logprobs"])
     if sizes[0] != sizes[1] or sizes[2] != int(mask.sum()):

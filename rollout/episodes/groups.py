@@ -9,6 +9,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeAlias
 
+from miles_like import spans
 from miles_like.protocols import RewardFn, RolloutEngine
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, Score, Unit, Unscored
 from rollout.concurrency import all_or_first_error, as_completed
@@ -52,21 +53,38 @@ async def groups_as_completed(
         return i, (await _scored_groups(reward, [group], resume))[0]
 
     async def sample_and_score(i: int, prompt: Prompt) -> tuple[int, SampleGroup]:
-        (group,) = await engine.generate([prompt], n=n, params=params)
+        (group,) = await _generated(engine, [prompt], n, params)
         return await score(i, group)
 
     if reward.unit is Unit.BATCH:
-        groups = await engine.generate(prompts, n=n, params=params)
+        groups = await _generated(engine, prompts, n, params)
         for i, group in enumerate(await _scored_groups(reward, groups, resume)):
             yield i, group
         return
     if prompt_per_request or reward.slow:
         calls = [sample_and_score(i, p) for i, p in enumerate(prompts)]
     else:
-        calls = [score(i, g) for i, g in enumerate(await engine.generate(prompts, n=n, params=params))]
+        calls = [score(i, g) for i, g in enumerate(await _generated(engine, prompts, n, params))]
     async with aclosing(as_completed(calls)) as pairs:
         async for pair in pairs:
             yield pair
+
+
+async def _generated(
+    engine: RolloutEngine, prompts: Sequence[Prompt], n: int, params: SamplingParams
+) -> Sequence[SampleGroup]:
+    with spans.beside("generate") as span:
+        groups = await engine.generate(prompts, n=n, params=params)
+        if spans.on():
+            samples = [s for g in groups for s in g.samples]
+            span.add(samples=[s.name for s in samples], versions=_versions(samples))
+            span.add(tokens=[s.response_len for s in samples])
+    return groups
+
+
+def _versions(samples: Sequence[Sample]) -> list[int]:
+    """The weight versions that sampled them."""
+    return sorted({v.version for s in samples for v in s.versions})
 
 
 async def run_groups(
@@ -105,7 +123,12 @@ async def _scored(reward: RewardFn, pairs: Sequence[tuple[Prompt, Sample]], resu
     samples = await all_or_first_error(resume(s) for _, s in pairs)
     # an environment or a generate function may have set some rewards
     todo = [i for i, s in enumerate(samples) if s.reward is None]
-    scores = await reward([pairs[i][0] for i in todo], [samples[i] for i in todo]) if todo else ()
+    scores: Sequence[Score | Unscored] = ()
+    if todo:
+        with spans.beside("reward") as span:
+            if spans.on():
+                span.add(samples=[samples[i].name for i in todo], versions=_versions([samples[i] for i in todo]))
+            scores = await reward([pairs[i][0] for i in todo], [samples[i] for i in todo])
     out: list[Sample | Unscored] = list(samples)
     for i, score in zip(todo, scores, strict=True):
         if isinstance(score, Score):

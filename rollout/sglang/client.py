@@ -18,6 +18,7 @@ import orjson
 import torch
 from torch import Tensor
 
+from miles_like import spans
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
 from rollout.concurrency import all_or_first_error
 from rollout.seeds import seed_of
@@ -290,7 +291,10 @@ class SGLangClient(ServerClient):
     async def _ask(
         self, request: GenerateRequest, samples: Sequence[Sample], environment: Sequence[Sequence[int]]
     ) -> list[Sample]:
-        body = await self._generated(request)
+        with spans.beside("request", server=self.url) as span:
+            if spans.on():
+                span.add(rids=list(request.rid), samples=[s.name for s in samples])
+            body = await self._generated(request)
         try:
             check_ids(body, request.reply_ids)
             with uncollected():

@@ -272,6 +272,7 @@ class ServerLaunch:
     # a stock server that spans several nodes
     node_rank: int = 0
     nnodes: int = 1
+    traces: Path | None = None  # folder for the spans of the embedded engine; None: it records none
     layer_states: Path | None = None  # give the residual stream at every layer; a stock server writes it there
     dist_init_addr: str | None = None  # HOST:PORT of its first node; None on a single node: SGLang takes a free port
 
@@ -307,8 +308,14 @@ def embedded_command(launch: ServerLaunch, port: int) -> list[str]:
         *((FLAG,) if launch.layer_states is not None else ()),
         *(("--disable-radix-cache",) if uncached else ()),
         *(("--exact-parts", *map(str, exact)) if exact is not None else ()),
+        *(("--traces", str(launch.traces), _traced_as(launch)) if launch.traces is not None else ()),
         *limits,
     ]
+
+
+def _traced_as(launch: ServerLaunch) -> str:
+    """The name of the server's process in traces."""
+    return f"{launch.title}{'' if launch.index is None else launch.index}".replace(" ", "_")
 
 
 def sglang_command(launch: ServerLaunch, port: int) -> list[str]:

@@ -20,7 +20,8 @@ from miles_like.cluster.rank import Rank
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.nodes.waits import timed_out
 from miles_like.protocols import LossFn
-from miles_like.run.setup.launcher import Launcher
+from miles_like.report.traces.writer import parts_of
+from miles_like.run.setup.launcher import Launcher, observed
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.teachers import TeacherPlaces
@@ -249,8 +250,12 @@ class LocalLauncher(Launcher):
     def replace_lost_nodes(self, plan: ModelPlan) -> tuple[frozenset[int], frozenset[int]]:
         return frozenset(), frozenset()
 
+    def clocks(self, plan: ModelPlan) -> Sequence[Callable[[], tuple[str, int]]]:
+        return ()
+
     def ranks(self, plan: ModelPlan, slots: Sequence[Slot], config: TrainerConfig, loss: LossFn) -> RayTrainer:
-        factory, role = MegatronFactory(config, plan.weights, loss), slots[0].role
+        role = slots[0].role
+        factory = MegatronFactory(config, plan.weights, loss, observed=observed(plan, role))
         processes = self.rank_processes[role].pop(0)
         self.starts(processes)
         c, calls = plan.config, plan.run_dir / "calls.txt"
@@ -273,6 +278,7 @@ class LocalLauncher(Launcher):
             activations=plan.config.precision.activations,
             exact=plan.config.tp_shards,
             return_routed_experts=routing and plan.model.routing is not None,
+            traces=parts_of(plan.run_dir) if plan.config.trace.on else None,
         )
         words = [_words(launch, port) for port in ports]
         return LocalServers(self.server_processes, words, ports, self.spares)

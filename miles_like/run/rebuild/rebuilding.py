@@ -90,6 +90,8 @@ class RebuildingRun(ABC):
             fence.advance()  # ranks of a node that was cut off, and may come back, write nothing more
         plan, gone = await asyncio.to_thread(self._without_lost_nodes)
         await self.move(plan, gone)
+        if plan.config.trace.on:
+            self.files.traces.ask(self.launcher.clocks(plan))  # also of nodes that are in the place of others
         if (resumed := self.files.resume()) is None:
             self.begin_again()
         if fence is not None:

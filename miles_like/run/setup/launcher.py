@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
@@ -11,12 +11,14 @@ from megatron_bridge.config import TrainerConfig
 from miles_like.algorithms.registry import make_critic_loss
 from miles_like.cluster.factories import MegatronFactory
 from miles_like.cluster.placement import Slot
+from miles_like.cluster.profiling import Observed
 from miles_like.cluster.rollout_servers import RayServers
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.cluster.workers.actors import StartActor
 from miles_like.cluster.workers.pool import StartWorker
 from miles_like.protocols import LossFn
+from miles_like.report.traces.writer import parts_of
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.run_cluster import RunCluster
@@ -50,6 +52,10 @@ class Launcher:
         assert self.cluster is not None, "made by `nodes`"
         return self.cluster.replace_lost(plan.weights)
 
+    def clocks(self, plan: ModelPlan) -> Sequence[Callable[[], tuple[str, int]]]:
+        """As `RunNodes.clocks`."""
+        return self.nodes(plan).clocks()
+
     def trainer(self, plan: ModelPlan, loss: LossFn) -> RayTrainer:
         """Start the trainer ranks with the run's initial weights."""
         return self.ranks(plan, plan.placement.of("trainer"), plan.model.trainer, loss)
@@ -71,7 +77,7 @@ class Launcher:
         """Start the ranks in `slots`, which are of one role, with the run's initial weights."""
         timeout_s = plan.config.cluster.timeout_s
         return RayTrainer(
-            MegatronFactory(config, plan.weights, loss, 2 * timeout_s),
+            MegatronFactory(config, plan.weights, loss, 2 * timeout_s, observed(plan, slots[0].role)),
             slots,
             self.nodes(plan),
             dp_size=plan.config.parallel.dp,
@@ -104,6 +110,18 @@ class Launcher:
             start_s=plan.config.cluster.timeout_s,
             silent_s=plan.config.rollout.worker_timeout_s,
         )
+
+
+def observed(plan: ModelPlan, role: str) -> Observed:
+    """What is recorded of the ranks of a role; the trainer's alone are profiled."""
+    trace, run_dir = plan.config.trace, plan.run_dir.resolve()
+    return Observed(
+        role,
+        traces=parts_of(run_dir) if trace.on else None,
+        profiles=run_dir / "profiles" if trace.profiled and role == "trainer" else None,
+        steps=trace.profiled,
+        ranks=trace.profile_ranks,
+    )
 
 
 def freeze_gc() -> None:

@@ -13,6 +13,7 @@ from miles_like.cluster.factories import PublisherRecipe
 from miles_like.cluster.placement import Slot
 from miles_like.config.run import ModelConfig, RunConfig
 from miles_like.config.sections.make import MakeConfig
+from miles_like.report.traces.writer import parts_of
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.turns.order import Turns
 from miles_like.turns.users import TurnClient
@@ -113,6 +114,7 @@ class RolloutSide:
             key=self.key,
             secrets=driver_secrets(plan.config.rollout.env),
             layer_states=self.layer_states,
+            traces=parts_of(plan.run_dir) if plan.config.trace.on else None,
         )
 
     def client(

@@ -31,6 +31,8 @@ from miles_like.report.provenance import note_start
 from miles_like.report.rows import read_metrics
 from miles_like.report.sinks import JsonlSink, MultiSink, TensorboardSink
 from miles_like.report.speed import SpeedMeter
+from miles_like.report.traces.writer import Export, TraceWriter
+from miles_like.report.trackers.beside import Trackers
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.run.setup.worker_side import workers_of
 from miles_like.storage.appended_file import AppendedFile, replace_by_copy, truncate_all
@@ -87,6 +89,14 @@ def trainer_logprobs(plan: ModelPlan, ranks: TrainerRanks, packs: Packer) -> Tra
     return TrainerLogprobs(every=every, ranks=ranks, packer=packs, temperature=c.rollout.temperature, replay=replay)
 
 
+def _otlp(plan: ModelPlan) -> Export | None:
+    if plan.config.trace.otlp is None:
+        return None
+    from miles_like.report.traces.otlp import otlp_export
+
+    return otlp_export(plan.run_dir, plan.config.trace.otlp)
+
+
 class Resumed(NamedTuple):
     """The checkpoint that a run resumes from."""
 
@@ -116,6 +126,8 @@ class RunFiles:
         self.first = 0  # the step of that checkpoint; 0: there is none
         # step -> when this process reached its boundary or began there, by time.perf_counter
         self.boundaries: dict[int, float] = {}
+        self.trackers = Trackers(plan.config.trackers, plan.run_dir, self._say)
+        self.traces = TraceWriter(plan.config.trace, plan.run_dir, self._say, _otlp(plan))
         self.ends = True  # with this process; False: its sinks are closed, and opened again
 
     @property
@@ -165,6 +177,8 @@ class RunFiles:
         tokenizer = self.plan.served / TOKENIZER
         if tokenizer.is_file() and not (run_dir / TOKENIZER).exists():
             replace_bytes(run_dir / TOKENIZER, tokenizer.read_bytes())
+        self.trackers.start()
+        self.traces.start()
         self._say(f"Curves: tensorboard --logdir {run_dir / 'tensorboard'}")
 
     def end(self) -> None:
@@ -173,18 +187,24 @@ class RunFiles:
             self.plan.fence.check()
         self._say(f"Report: {write_report(self.plan.run_dir).resolve().as_uri()}")
 
+    def close(self) -> None:
+        """Ends what runs beside the run, for `trackers.exit_s` seconds at most."""
+        self.traces.end()
+        self.trackers.end()
+
     def _say(self, text: str) -> None:
         self.console.print(f"{'':12}{text}", markup=False, highlight=False, soft_wrap=True)
 
     def sink(self, first: int = 0, *more: MetricSink) -> MultiSink:
-        """The sinks of a run that begins at step `first`: metrics.jsonl, TensorBoard, the best checkpoint, the console,
-        and `more`."""
+        """The sinks of a run that begins at step `first`: metrics.jsonl, TensorBoard, the trackers and traces, the
+        best checkpoint, the console, and `more`."""
         rows = JsonlSink(self.plan.run_dir / METRICS, self.plan.fence)
         self.appended[METRICS] = rows.file
         curves = TensorboardSink(self.plan.run_dir / "tensorboard", first=first, fence=self.plan.fence)
         return MultiSink(
             [
-                Aliased(MultiSink([rows, curves]), self.plan.config.report.aliases),
+                Aliased(MultiSink([rows, curves, self.trackers]), self.plan.config.report.aliases),
+                self.traces,
                 self.best,
                 ConsoleSink(
                     steps=self.plan.config.train.steps,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from miles_like import spans
 from miles_like.algorithms.filters import make_filter
 from miles_like.cluster.placement import PlacementPlan, Slot
 from miles_like.cluster.run_nodes import RunNodes
@@ -19,6 +20,7 @@ from miles_like.experience.teachers import Teachers
 from miles_like.experience.token_work import TokenWork
 from miles_like.plugins import GIVEN
 from miles_like.report.reward_calls import RewardTally
+from miles_like.report.traces.writer import parts_of
 from miles_like.rewards.load import OUTAGE_S, Rewards
 from miles_like.run.setup.model_plan import ModelPlan, model_plan, run_algorithm
 from miles_like.run.setup.rollout_side import RolloutSide
@@ -93,6 +95,8 @@ class WorkerRecipe:
 
     def __call__(self, urls: Sequence[str]) -> Sampling:
         """Raises ValueError for a reward, filter or environment that cannot be loaded."""
+        if self.config.trace.on and not spans.on():
+            spans.begin(parts_of(self.run_dir), "rollout_worker")
         plan = model_plan(self.config, self.run_dir, self.served, self.weights)
         rollout, calls = RolloutSide(plan=plan, key=self.key), RewardTally()
         rewards = Rewards(self.config.reward, outage_s=OUTAGE_S, log=calls)

@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
+from miles_like import spans
 from quant.hf_config import spec_from_hf
 from rollout.config import PublishConfig
 from rollout.embedded.device.cuda import check_flags, check_sizes, memory_is_enough, use_cuda
@@ -155,6 +156,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--context-length", type=int, default=1024)
     p.add_argument("--served-model-name", help="model name in OpenAI's endpoints; default: the directory's name")
     p.add_argument("--weight-version", default="default")
+    p.add_argument(
+        "--traces", nargs=2, metavar=("DIRECTORY", "NAME"), help="record spans in this folder as the process NAME"
+    )
     for flag, unit in (
         (
             "--max-request-bytes",
@@ -261,12 +265,15 @@ def serve(args: argparse.Namespace, key: ServerKey | None = None) -> None:
     if args.tp_size > 1 or args.ep_size > 1:
         slices_of(opened(Path(args.model_path)), tp_size=args.tp_size, ep_size=args.ep_size)
     crew = Crew(args.tp_size, threads=args.threads, limit_s=args.rank_timeout)  # forks: before anything is opened
+    if (traced := vars(args).get("traces")) is not None:
+        spans.begin(Path(traced[0]), traced[1])
     try:
         with _listener(args.host, args.port) as listener:
             check_address(listener.getsockname()[0], key)
             _serve_on(listener, args, key, crew)
     finally:
         crew.stop()
+        spans.flush()
     if crew.failure:
         raise RankLost(crew.failure)
 
@@ -299,7 +306,7 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey 
     by_default = "bfloat16" if args.device == "cuda" else "float32"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype or by_default]
     print(f"{LOADS}: {args.model_path}", flush=True)
-    with memory_is_enough(args.max_total_tokens):
+    with memory_is_enough(args.max_total_tokens), spans.span("load"):
         service = Service(
             Path(args.model_path),
             limits,

@@ -20,6 +20,7 @@ from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from miles_like import spans
 from miles_like.types import NamedTensor
 from rollout.embedded.engine.requests import Completed, PromptSpec, specs_of
 from rollout.embedded.kernels.chosen import by_triton
@@ -83,7 +84,8 @@ def answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
 
     async def answer(request: Request) -> Response:
         try:
-            return await handler(request)
+            with spans.beside(request.url.path):
+                return await handler(request)
         except ClientDisconnect:
             return Response(status_code=_GONE)  # never sent, as the connection is closed
         except Refused as e:
@@ -155,7 +157,8 @@ class Handlers:
         began = time.time()
         raw = await request.body()
         parsed, specs, body = await beside(len(raw), self._parse_generate, raw)
-        done = await self._await_or_abort(request, self.worker.generate(specs))
+        with spans.beside("generate", rids=parsed.rid, version=self.service.engine.version):
+            done = await self._await_or_abort(request, self.worker.generate(specs))
 
         def answer(seconds: float) -> Response:
             replies = self._replies(parsed, specs, done, body, seconds)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from miles_like import spans
 from rollout.embedded.engine.requests import Completed, Group, PromptSpec
 from rollout.embedded.server.service import Service
 
@@ -51,6 +52,7 @@ class EngineWorker:
         self._stopping = False
         self._pending: set[Future[list[Completed]]] = set()  # unfinished generations
         self._failure: BaseException | None = None
+        self._steps = spans.Stretch("engine")
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -147,6 +149,7 @@ class EngineWorker:
             self._inbox.extendleft(reversed(later))
         engine.hold = bool(later)
         worked = engine.step()
+        self._steps.note(worked)
         with self._wake:
             if not worked and not self._stopping and not self._inbox:
                 self._wake.wait()
