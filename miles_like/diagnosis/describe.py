@@ -9,7 +9,7 @@ from miles_like.config.load import load_config
 from miles_like.diagnosis.sample import Life, Trained, life_of
 from miles_like.diagnosis.seconds import LAST, Share, shares, tail_of_lengths, traced_steps
 from miles_like.limits.regular_files import check_inside, parse_json, read_text
-from miles_like.report.html import read_metrics
+from miles_like.report.rows import read_metrics
 from miles_like.report.traces.chrome import read_trace
 from miles_like.report.traces.writer import trace_files
 from miles_like.run.verify import ROLLOUTS_BYTES

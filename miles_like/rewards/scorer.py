@@ -109,8 +109,9 @@ class Scorer:
             else:
                 await asyncio.sleep(self.limits.retry_wait_s * 2.0**tried)
                 tried += 1
-            for cause, n in _causes(found).items() if self.log is not None else ():
-                self.log.retry(cause, n)
+            if self.log is not None:
+                for cause, n in _causes(found).items():
+                    self.log.retry(cause, n)
             again = await self._attempt(prompts, samples)
             found = [new if isinstance(old, Unscored) else old for old, new in zip(found, again, strict=True)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from miles_like.alerts.rows import ROLLBACK
 from miles_like.alerts.signals import KLS, PHASES
-from miles_like.report.html import read_metrics
+from miles_like.report.rows import read_metrics
 
 KEYS = (
     *("step", ROLLBACK, *KLS, *(f"perf/{phase}_s" for phase in PHASES), "train/entropy", "perf/reward/p99_s"),
