@@ -66,6 +66,7 @@ class StruckRank(kill_points.watched_class(points.watched_rank(trainer_ranks._Ra
 
     def publish(self, version: int) -> Any:
         import traceback
+
         try:
             return super().publish(version)
         except BaseException:
