@@ -2,8 +2,9 @@
 
 The run is that of plain.py, without an end. Each fault is drawn from `FAULTS` by the seed; every third is followed by
 another within its recovery. A driver that has died, or that hangs and is killed, is started again with --resume, as by
---supervise. Lost are the seconds between the ends of two steps beyond those of an undisturbed step, for which the median
-stands, so what is trained again is lost too. The result is a line of soaks.jsonl and a table of docs/reliability.md.
+--supervise. Lost are the seconds between the ends of two steps beyond those of an undisturbed step, for which the
+median stands, so what is trained again is lost too. The result is a line of soaks.jsonl and a table of
+docs/reliability.md.
 """
 
 from __future__ import annotations
