@@ -2,8 +2,9 @@
 
 The run is that of plain.py, without an end. Each fault is drawn from `FAULTS` by the seed; every third is followed by
 another within its recovery. A driver that has died, or that hangs and is killed, is started again with --resume, as by
---supervise. Lost are the seconds between the ends of two steps beyond those of an undisturbed step, so what is trained
-again is lost too. The result is a line of soaks.jsonl and a table of docs/reliability.md.
+--supervise. Lost are the seconds between the ends of two steps beyond those of an undisturbed step, for which the
+median stands, so what is trained again is lost too. The result is a line of soaks.jsonl and a table of
+docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def drive(run_dir: Path, home: Path, settings: Sequence[str], spares: int) -> in
     from miles_like.stopping import Stopped
 
     of_role: dict[str, list[int]] = {"driver": [os.getpid()]}
+    os.environ["TMPDIR"] = tempfile.tempdir = str(run_dir / "tmp")
 
     def tell() -> None:
         new = run_dir / "pids.new"
@@ -107,7 +109,7 @@ class Soak:
 
     def __init__(self, runs: Runs, where: Path, minutes: float, every_s: float, seed: int) -> None:
         self.runs, self.run_dir = runs, where / "soak"
-        self.run_dir.mkdir()
+        (self.run_dir / "tmp").mkdir(parents=True)
         self.minutes, self.every_s, self.draw = minutes, every_s, random.Random(seed)
         self.seed, self.struck, self.starts, self.ends = seed, list[Struck](), 0, list[str]()
         self.spares = max(6, int(minutes * 60 / every_s))
@@ -115,7 +117,6 @@ class Soak:
         self._over = threading.Event()
 
     def run(self) -> dict[str, Any]:
-        before = _left_behind()
         began = time.monotonic()
         with Service(self.run_dir, "") as reward, Rows(self.run_dir) as rows:
             self.rows = rows
@@ -131,8 +132,8 @@ class Soak:
                 thread.join()
             steps = rows.seen[-1][1]
             wall = time.monotonic() - began
-            undisturbed_s, differs = self._undisturbed(reward.port, min(steps, COMPARED))
-        return self.figures(steps, wall, undisturbed_s, differs, _left_behind() - before)
+            differs = self._undisturbed(min(steps, COMPARED))
+        return self.figures(steps, wall, differs)
 
     # ---- what is outside of the run
 
@@ -222,10 +223,10 @@ class Soak:
 
     # ---- the figures
 
-    def _undisturbed(self, port: int, steps: int) -> tuple[float, list[str]]:
-        """Seconds of a step of the undisturbed run, and what differs from it in its steps."""
+    def _undisturbed(self, steps: int) -> list[str]:
+        """What differs from the first steps of the undisturbed run."""
         run_dir = self.run_dir.with_name("undisturbed")
-        run_dir.mkdir()
+        (run_dir / "tmp").mkdir(parents=True)
         with Rows(run_dir) as rows:
             stop = partial(_ended_after, run_dir, steps, rows)
             watch = threading.Thread(target=stop, daemon=True)
@@ -233,13 +234,13 @@ class Soak:
             given = (run_dir, self.runs.home, self.settings, 0)
             self.runs.call(run_dir / "driver.log", drive, *given, timeout_s=1200)
             watch.join()
-        times = [when for when, step in rows.seen if step > 0]
-        seconds = statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else 0.0
         mine, theirs = (_rows(d) for d in (self.run_dir, run_dir))
         differs = [f"metrics of step {s}" for s in sorted(theirs.keys() & mine.keys()) if mine[s] != theirs[s]]
-        return seconds, differs[:3]
+        return differs[:3]
 
-    def figures(self, steps: int, wall: float, step_s: float, differs: list[str], left: Counter[str]) -> dict[str, Any]:
+    def figures(self, steps: int, wall: float, differs: list[str]) -> dict[str, Any]:
+        times = [when for when, step in self.rows.seen if step > 0]
+        step_s = statistics.median(b - a for a, b in itertools.pairwise(times))
         first = [s for s in self.struck if not s.in_recovery]
         found = [cost(s, self.struck, self.rows.seen, step_s) for s in first]
         known = [c for c in found if c is not None]
@@ -255,7 +256,7 @@ class Soak:
             ENDED: "; ".join(self.ends) or "none",
             "replaced within the run": self._replaced(),
             "steps": steps,
-            "seconds of an undisturbed step": round(step_s, 2),
+            "seconds of a step, median": round(step_s, 2),
             "seconds lost a fault": f"median {statistics.median(lost):.1f}, most {max(lost):.1f}" if lost else "",
             "faults whose recovery was not seen": len(found) - len(known),
             "goodput of this run": round(min(1.0, steps * step_s / wall), 3),
@@ -264,7 +265,7 @@ class Soak:
             "ledger": ledger.wrong or "closed",
             "trained twice or lost": 0 if ledger.wrong is None else ledger.wrong,
             **self._flat(),
-            "left in temporary directories": ", ".join(f"{k}: {n}" for k, n in sorted(left.items())) or "nothing",
+            "left in temporary directories": _left_behind(self.run_dir / "tmp"),
         }
         return figures | {"commit": record.product_commit(), "date": record.today()}
 
@@ -307,10 +308,10 @@ def _rows(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {row["step"]: {k: v for k, v in row.items() if not k.startswith((*TIMINGS, *OF_SERVERS))} for row in lines}
 
 
-def _left_behind() -> Counter[str]:
-    """Names of what is in the temporary directory, without the random part."""
-    names = [p.name for p in Path(tempfile.gettempdir()).iterdir()]
-    return Counter(name[: name.find("-") + 1 or 5] for name in names)
+def _left_behind(directory: Path) -> str:
+    """Names without their random part."""
+    names = Counter(p.name[: p.name.find("-") + 1 or 5] for p in directory.iterdir())
+    return ", ".join(f"{name}: {n}" for name, n in sorted(names.items())) or "nothing"
 
 
 def keep(figures: dict[str, Any]) -> None:
@@ -329,9 +330,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as made:
         where = Path(made)
-        for name in ("home", "tmp"):
-            (where / name).mkdir()
-        os.environ["TMPDIR"] = tempfile.tempdir = str(where / "tmp")
+        (where / "home").mkdir()
         with Runs(where / "home") as runs:
             figures = Soak(runs, where, args.minutes, args.every, args.seed).run()
         if kept := os.environ.get("KEEP_CELLS"):

@@ -32,7 +32,7 @@ from tests.support.local_run import QUICK, TINY, Runs
 from tests.support.namespaces import Cluster, nodes
 
 RUN_S = 420.0  # limit of a run
-CALL_S = 60.0  # cluster.timeout_s
+CALL_S = 150.0  # cluster.timeout_s
 SETTINGS = (
     *QUICK,
     "parallel.dp=2",
@@ -63,6 +63,15 @@ class StruckRank(kill_points.watched_class(points.watched_rank(trainer_ranks._Ra
     def start(self, factory: Any, rank: int, world: int, *rest: Any) -> Any:
         effects.be("rank" if rank == world - 1 else "another rank")
         return super().start(factory, rank, world, *rest)
+
+    def publish(self, version: int) -> Any:
+        import traceback
+
+        try:
+            return super().publish(version)
+        except BaseException:
+            traceback.print_exc()
+            raise
 
 
 def armed(environment: Any) -> Cell | None:
