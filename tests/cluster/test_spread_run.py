@@ -88,7 +88,7 @@ def launch(cluster: Cluster, cwd: Path, run_dir: str, given: Sequence[str], *, s
         check=False,
         cwd=cwd,
         env={"RUN_KEY": "a secret", "COLUMNS": "200"},
-        timeout_s=400.0,
+        timeout_s=900.0,
     )
     return done.returncode, done.stdout + done.stderr
 

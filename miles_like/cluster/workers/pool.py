@@ -27,7 +27,8 @@ from miles_like.report.reward_calls import RewardTally
 from miles_like.types import Prompt, SampleGroup, SamplingParams
 from rollout.concurrency import all_or_first_error
 
-_ROOM_S = (0.5, 2.0, 8.0)  # between tries of an exchange that an object store has no room for
+# between tries of an exchange that has no room in an object store, from which Ray removes what is freed after a second
+_ROOM_S = (0.5, 2.0, 8.0)
 
 
 @dataclass(slots=True)
@@ -299,17 +300,18 @@ class RolloutWorkers:
         other workers of that store hold make some. Raises RuntimeError where that is not enough."""
         slot = self._workers.index(worker)
         for wait_s in _ROOM_S:
-            try:
+            with suppress(StoreFullError):
                 return await worker.link.exchange(method, *arguments, **more)
-            except StoreFullError as e:
-                error = e
-                await self._make_room(self.start.store(slot))
-                await asyncio.sleep(wait_s)
-        raise RuntimeError(
-            f"the object store on the node of rollout worker {slot} has no room for the values of a step ({error}): "
-            "raise Ray's object_store_memory there, free space on the disk to which Ray spills, or lower "
-            "train.groups_per_step; --resume continues from the latest checkpoint"
-        )
+            await self._make_room(self.start.store(slot))
+            await asyncio.sleep(wait_s)
+        try:
+            return await worker.link.exchange(method, *arguments, **more)
+        except StoreFullError as e:
+            raise RuntimeError(
+                f"the object store on the node of rollout worker {slot} has no room for the values of a step ({e}): "
+                "raise Ray's object_store_memory there, free space on the disk to which Ray spills, or lower "
+                "train.groups_per_step; --resume continues from the latest checkpoint"
+            ) from None
 
     async def _make_room(self, store: int) -> None:
         async def ask(worker: _Worker) -> None:
