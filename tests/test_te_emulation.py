@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from quant.registry import make_codec
 from quant.spec import QuantFormat, QuantSpec
-from tests.support.te import attention, casts, extension, gemm, norms, optimizers, rope
+from tests.support.te import attention, casts, context_parallel, extension, gemm, norms, optimizers, permutation, rope
 
 SOURCES = Path(__file__).parent / "support" / "te"
 
@@ -157,6 +157,82 @@ def test_padded_sequences_are_those_that_were_packed() -> None:
     assert torch.equal(padded, want) and torch.equal(attention.convert_bshd_to_thd(padded, cu, 6), packed)
 
 
+def test_attention_over_parts_of_the_keys_is_put_together() -> None:
+    """The second halves of two sequences attend to the first halves of the keys, then to the second; the first halves
+    only to their own. Outputs and logarithms of sums are those over all keys at once, which softmax itself says."""
+    cu, heads = torch.tensor([0, 4, 10], dtype=torch.int32), 3
+    scores, values = numbers(10, heads, 10), numbers(10, heads, 5, seed=1)
+    second = torch.tensor([2, 3, 7, 8, 9])
+    first = torch.tensor([0, 1, 4, 5, 6])
+
+    def over(rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        part = scores[rows][:, :, keys]
+        return torch.einsum("nhm,mhv->nhv", part.softmax(-1), values[keys]), part.logsumexp(-1).t().contiguous()
+
+    rows = torch.arange(10)
+    out, lse = over(rows, first)
+    more, of_step = over(second, second)
+    old = lse.clone()
+    context_parallel.thd_second_half_lse_correction(lse, of_step, cu, True)
+    context_parallel.thd_out_correction(out, more, old, lse, of_step, cu, True, True)
+    want, of_all = over(second, torch.cat([first, second]))
+    assert torch.allclose(out[second], want, atol=1e-6) and torch.equal(out[first], over(first, first)[0])
+    assert torch.allclose(context_parallel.thd_read_second_half_lse(lse, cu, True, 5), of_all, atol=1e-6)
+    assert torch.equal(context_parallel.thd_read_half_tensor(values, cu, 0), values[first])
+    grad, given, half = numbers(10, 2), numbers(10, 2, seed=3), numbers(5, 2, seed=4)
+    want = grad.clone()
+    want[first], want[second] = given[first], want[second] + given[second]
+    context_parallel.thd_grad_correction(grad, given, cu, "copy", "add")
+    assert torch.equal(grad, want)
+    want[first], want[second] = 0, half
+    context_parallel.thd_grad_correction(grad, half, cu, "zero", "copy")
+    assert torch.equal(grad, want)
+    want[first] += half
+    context_parallel.thd_grad_correction(grad, half, cu, "add", "none")
+    assert torch.equal(grad, want)
+
+
+def test_the_ranks_parts_of_sequences_are_those_that_are_fed() -> None:
+    """The first and last chunk of each sequence on the first rank, as megatron divides them."""
+    cu = torch.tensor([0, 8, 12], dtype=torch.int32)
+    parts = [context_parallel.thd_get_partitioned_indices(cu, 12, 2, rank).tolist() for rank in range(2)]
+    assert parts == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+
+
+def test_rows_are_permuted_as_a_mask_says() -> None:
+    """By experts, then tokens; back with and without probabilities; gradients are autograd's of the plain sums."""
+    routed = torch.rand(6, 4, generator=torch.Generator().manual_seed(1)) < 0.5
+    routed[2] = False
+    x, probs = numbers(6, 3).requires_grad_(), (torch.rand(6, 4) * routed).requires_grad_()
+    n = int(routed.sum())
+    expert, token = routed.t().nonzero().unbind(1)
+    where = permutation.make_row_id_map(routed, 6, 4)
+    rows, _, of_rows = permutation.permute_with_mask_map(x.detach(), where, probs.detach(), None, None, 6, 4, n, 3, 0)
+    assert of_rows is not None
+    assert torch.equal(rows, x.detach()[token]) and torch.equal(of_rows, probs.detach()[token, expert])
+    plain = torch.zeros(6, 3).index_add(0, token, x[token] * probs[token, expert][:, None])
+    got, back = permutation.unpermute_with_mask_map(rows, where, probs.detach(), of_rows, None, 6, 4, 3)
+    assert back is not None and torch.allclose(got, plain, atol=1e-6) and torch.equal(back, probs.detach())
+    leaf = rows.clone().requires_grad_()
+    merged = torch.zeros(6, 3).index_add(0, token, leaf * probs[token, expert][:, None])
+    grad = numbers(6, 3, seed=5)
+    want = torch.autograd.grad(merged, (leaf, probs), grad)
+    mine = permutation.unpermute_with_mask_map_bwd_with_merging_probs(
+        grad, where, rows, probs.detach(), None, 6, 4, n, 3
+    )
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(mine, want, strict=True))
+
+
+def test_chunks_of_rows_are_put_in_order() -> None:
+    x, p, sizes, order = numbers(7, 2), numbers(7), torch.tensor([2, 0, 4, 1]), torch.tensor([3, 2, 0, 1])
+    want = torch.cat([x.split(sizes.tolist())[i] for i in order.tolist()])
+    where = permutation.make_chunk_sort_map(sizes, order, 7, 4)
+    got, of_rows = permutation.sort_chunks_by_map(x, where, p, 7, 2, True)
+    assert torch.equal(got, want) and of_rows is not None
+    back, of_back = permutation.sort_chunks_by_map(got, where, of_rows, 7, 2, False)
+    assert of_back is not None and torch.equal(back, x) and torch.equal(of_back, p)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotations_are_products_of_complex_numbers(interleaved: bool) -> None:
     """Of the first elements of a head, by a token's place in its own sequence; the gradient turns back."""
@@ -224,6 +300,31 @@ def test_blocks_are_rounded_as_published_weights_are(format: QuantFormat, powers
         away = (mine - want).abs() > 2**-7 * want.abs()
         assert away.float().mean() < 1e-3  # of which a tie falls to the other side
     assert not torch.equal(mine, w.float())
+
+
+def test_a_whole_tensor_is_rounded_as_one_block_is() -> None:
+    """Tensorwise scaling: FP8 with one block; a value may differ as in the test above. Delayed scaling multiplies by
+    the factor of its history, saturates, and notes the magnitude."""
+    w = numbers(96, 80, seed=2).bfloat16()
+    current = SimpleNamespace(
+        dtype=5, force_pow_2_scales=False, amax_epsilon=0.0, with_amax_reduction=False, amax_reduction_group=None
+    )
+    codes, factor = casts._of_tensor(w, current)
+    mine, want = decoded(codes, factor).bfloat16().float(), by_codec(w, QuantFormat.FP8, (96, 80))
+    assert ((mine - want).abs() > 2**-7 * want.abs()).float().mean() < 1e-3
+    late = SimpleNamespace(dtype=5, scale=torch.tensor([256.0]), amax=torch.zeros(1))
+    codes, factor = casts._of_tensor(w, late)
+    assert float(late.amax) == float(w.abs().max()) > 448 / 256
+    want = (w.float() * 256).clamp(-448, 448).to(torch.float8_e4m3fn).float() / 256
+    assert torch.equal(decoded(codes, factor), want)
+
+
+def test_delayed_factors_are_those_of_the_largest_magnitude_remembered() -> None:
+    history, scales = torch.tensor([[0.0, 0.0], [2.0, 0.5], [4.0, 0.0]]), torch.tensor([1.0, 3.0])
+    amaxes = torch.tensor([1.0, 0.25])
+    casts.fused_amax_and_scale_update_after_reduction(amaxes, [history], [scales], "max", 5, 0.0)
+    assert scales.tolist() == [448 / 4, 448 / 0.5]
+    assert history.tolist() == [[0, 0], [4, 0], [1, 0.25]]
 
 
 def test_mxfp8_is_rounded_as_published_weights_are() -> None:

@@ -64,7 +64,7 @@ def unpermute_by_index_add(stock: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if kwargs.get("probs") is not None or args:
+        if kwargs.get("probs") is not None or kwargs.get("fused") or args:
             return stock(permuted_tokens, sorted_indices, restore_shape, *args, **kwargs)  # type: ignore[no-any-return]
         return permuted_tokens.new_zeros(restore_shape).index_add_(0, sorted_indices, permuted_tokens)
 

@@ -18,7 +18,10 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\bself_attention\.linear_q_up_proj\.layer_norm_weight$"), "self_attention.q_layernorm.weight"),
     (re.compile(r"\bself_attention\.linear_kv_up_proj\.layer_norm_weight$"), "self_attention.kv_layernorm.weight"),
     (re.compile(r"\bmlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
-    (re.compile(r"\bmlp\.experts\.linear_fc([12])\.weight(\d+)$"), r"mlp.experts.local_experts.\2.linear_fc\1.weight"),
+    (
+        re.compile(r"\bmlp\.experts\.linear_fc([12])\.(weight|lora_a|lora_b)(\d+)$"),
+        r"mlp.experts.local_experts.\3.linear_fc\1.\2",
+    ),
 )
 
 # Checkpoint keys that differ from the names in the local spec of grouped-query attention (its

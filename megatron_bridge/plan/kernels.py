@@ -17,7 +17,7 @@ from megatron_bridge.plan.keywords import DdpKeywords, OptimizerKeywords
 Spec = Literal["local", "te"]
 Capability = tuple[int, int]  # CUDA compute capability (major, minor)
 
-_NEEDS_CAPABILITY: dict[str, Capability] = {
+CAPABILITIES: dict[str, Capability] = {  # that recipes of FP8 need
     "delayed": (8, 9),
     "tensorwise": (8, 9),
     "blockwise": (9, 0),
@@ -48,10 +48,10 @@ def choose_spec(
         _refuse_without_cuda(kernels)
     if spec == "local":
         _refuse_without_te(kernels)
-    elif config.lora.rank:
+    elif config.lora.rank and kernels.fp8 != "none":
         raise ValueError(
-            f"lora.rank = {config.lora.rank} needs megatron's local modules, but this run uses "
-            "TransformerEngine's: set kernels.spec = 'local' or lora.rank = 0"
+            f"lora.rank = {config.lora.rank} cannot be combined with kernels.fp8 = {kernels.fp8!r}, which keeps "
+            "rounded weights between micro-batches: set kernels.fp8 = 'none' or lora.rank = 0"
         )
     if spec == "te":
         _refuse_biases(hf)
@@ -112,7 +112,7 @@ def _refuse_fp8(config: TrainerConfig, hf: HFConfig, capability: Capability | No
                 "kernels.fp8_format and fp8_param_gather have no effect with kernels.fp8 = 'none': remove them"
             )
         return
-    need = _NEEDS_CAPABILITY[recipe]
+    need = CAPABILITIES[recipe]
     if capability is not None and capability < need:
         raise ValueError(
             f"kernels.fp8 = {recipe!r} needs compute capability {need[0]}.{need[1]}, but the device has "

@@ -36,7 +36,7 @@ from megatron_bridge.device.rng import derive_rng_state, rng_state, set_rng_stat
 from megatron_bridge.families.base import SCORE
 from megatron_bridge.model import scalar_head
 from megatron_bridge.model.build import PolicyModel
-from megatron_bridge.model.lora import ADAPTERS, check_adapters, reset_adapters
+from megatron_bridge.model.lora import check_adapters, is_adapter, reset_adapters
 from megatron_bridge.optim.optimizer import complete_groups, prime_state
 from megatron_bridge.optim.te_names import checkpoint_state, is_extra
 from megatron_bridge.weights.checkpoint_sums import verify_sums
@@ -76,8 +76,9 @@ def _set_models(models: Sequence[PolicyModel], state: dict[str, Any]) -> None:
         if model.spec == "te":  # TransformerEngine's modules take None as "no extra state"
             unasked = {name: None for name in model.state_dict() if is_extra(name)}
         missing, unexpected = model.load_state_dict(unasked | state[f"model{i}"], strict=False)
-        may_lack = (*ADAPTERS, scalar_head.NAME) if model.scalar else ADAPTERS
-        assert not unexpected and all(name.endswith(may_lack) for name in missing), (missing, unexpected)
+        may_lack = (scalar_head.NAME,) if model.scalar else ()
+        lacking = [name for name in missing if not (is_adapter(name) or name.endswith(may_lack))]
+        assert not unexpected and not lacking, (lacking, unexpected)
 
 
 def _full_state(
@@ -246,8 +247,12 @@ def read_weights(path: Path, models: Sequence[PolicyModel], parallel: ParallelCo
     wanted = _model_state(models, parallel, loading=True)
     adapted = check_adapters(source, models)
     new_head = models[0].scalar and SCORE not in source
-    lacks = (() if adapted else ADAPTERS) + ((scalar_head.NAME,) if new_head else ())
-    wanted = {chunk: {k: v for k, v in state.items() if not k.endswith(lacks)} for chunk, state in wanted.items()}
+    head = (scalar_head.NAME,) if new_head else ()
+
+    def lacks(name: str) -> bool:
+        return name.endswith(head) or (not adapted and is_adapter(name))
+
+    wanted = {chunk: {k: v for k, v in state.items() if not lacks(k)} for chunk, state in wanted.items()}
     with _mismatch_as_value_error(path):
         state = load_verified(wanted, source, parallel.signals.meet)  # the result also has the common state
     _set_models(models, state)

@@ -173,7 +173,9 @@ def gradients(t: Any, case: Case) -> Iterator[tuple[str, Tensor]]:
 def _of_adapters(t: Any) -> Iterator[tuple[str, Tensor]]:
     """An adapter is published inside its weight, W + scale * B A: with W at zero, A's gradient shows beside B's values
     and B's beside A's, all of it, since B's columns and A's rows are independent."""
-    named = [(name, p) for model in t.models for name, p in model.named_parameters()]
+    from megatron_bridge.optim.te_names import local_name
+
+    named = [(local_name(name), p) for model in t.models for name, p in model.named_parameters()]
     held = {id(p): p.detach().clone() for _, p in named}
     for adapter in ("lora_a", "lora_b"):
         with torch.no_grad():

@@ -199,10 +199,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], Facts]] = {
     "permute on cpu": ({"permute_fusion": True}, {"cuda": False}, ("kernels.permute_fusion", "CUDA", "CPU")),
     "fp8 without te": ({"fp8": "delayed", "spec": "local"}, {}, ("kernels.fp8", "delayed", "kernels.spec", "te")),
     "grouped without te": ({"grouped_gemm": True}, {"te": False}, ("kernels.grouped_gemm", "kernels.spec", "te")),
-    "adapters on te": (
-        {},
+    "adapters in fp8": (
+        {"fp8": "tensorwise"},
         {"lora": {"rank": 4, "targets": ["attention"]}},
-        ("lora.rank", 4, "kernels.spec", "local", 0),
+        ("lora.rank", 4, "kernels.fp8", "tensorwise", "none", 0),
     ),
     "format alone": ({"fp8_format": "hybrid"}, {}, ("kernels.fp8_format", "fp8_param_gather", "kernels.fp8", "none")),
     "param gather alone": (

@@ -1,8 +1,8 @@
 """TransformerEngine's compiled half, the module `transformer_engine_torch`, emulated for a machine without CUDA.
 
-Enumerations have the names that the package asks for; functions are those of `gemm`, `norms`, `attention`, `casts`,
-`rope` and `optimizers`, written in PyTorch. Any other function can be looked up, as the package does when it is
-imported, and raises NotImplementedError when it is called. Nothing here imports this project.
+Enumerations have the names that the package asks for; functions are those of `gemm`, `norms`, `attention`,
+`context_parallel`, `casts`, `rope` and `optimizers`, written in PyTorch. Any other function can be looked up, as the
+package does when it is imported, and raises NotImplementedError when it is called. Nothing here imports this project.
 """
 
 from __future__ import annotations
@@ -12,13 +12,22 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.te import attention, casts, gemm, norms, optimizers, rope
+from tests.support.te import attention, casts, context_parallel, gemm, norms, optimizers, rope
 
 NAME = "transformer_engine_torch"
 
 DType = enum.IntEnum("DType", "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1", start=0)
 NVTE_Fused_Attn_Backend = enum.IntEnum(
     "NVTE_Fused_Attn_Backend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
+)
+# places of a linear's quantizers in a list: of each product input, weight and output, or gradients of output and input
+FP8FwdTensors = enum.IntEnum(
+    "FP8FwdTensors",
+    "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
+    start=0,
+)
+FP8BwdTensors = enum.IntEnum(
+    "FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3", start=0
 )
 
 
@@ -39,6 +48,7 @@ class Extension(types.ModuleType):
     def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
         super().__init__(NAME)
         self.DType, self.NVTE_Fused_Attn_Backend = DType, NVTE_Fused_Attn_Backend
+        self.FP8FwdTensors, self.FP8BwdTensors = FP8FwdTensors, FP8BwdTensors
         self.called: dict[str, int] = {}
         for name, function in functions.items():
             setattr(self, name, self._counted(name, function))
@@ -85,6 +95,7 @@ def make() -> Extension:
         | gemm.FUNCTIONS
         | norms.FUNCTIONS
         | attention.FUNCTIONS
+        | context_parallel.FUNCTIONS
         | casts.FUNCTIONS
         | rope.FUNCTIONS
         | optimizers.FUNCTIONS

@@ -22,10 +22,11 @@ import torch.utils._device
 from megatron_bridge.device import device as device_module
 from megatron_bridge.device import shims
 from megatron_bridge.device.device import DeviceEnv
-from tests.support.te import attention, deep_ep, extension
+from tests.support.te import attention, context_parallel, deep_ep, extension, permutation
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 _CPU = torch.device("cpu")
+_RING = "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"
 # what the package imports of the extension's requirements and calls in none of its modules that megatron uses
 _UNUSED = ("onnxscript", "onnx")
 
@@ -53,6 +54,11 @@ def _pretend_cuda(capability: tuple[int, int]) -> None:
     _replace(torch.cuda, "get_device_properties", lambda *a: properties)
     _replace(torch.cuda, "get_device_capability", lambda *a: capability)
     _replace(torch.cuda, "is_current_stream_capturing", lambda: False)
+    _replace(torch.cuda, "current_stream", context_parallel.Stream)
+    _replace(torch.cuda, "stream", context_parallel.on_stream)
+    cuda: Any = torch.cuda
+    cuda.Stream, cuda.Event = context_parallel.Stream, context_parallel.Event
+    torch.version.cuda = "13.0"  # recipes ask for the least that they need
     stock: Any = torch.Tensor.is_cuda
 
     def is_cuda(self: torch.Tensor) -> bool:
@@ -83,15 +89,24 @@ def import_te() -> extension.Extension:
     for name in [n for n in _UNUSED if importlib.util.find_spec(n.partition(".")[0]) is None]:
         sys.modules[name] = stand_in = MagicMock(name=name)
         stand_in.__spec__ = importlib.util.spec_from_loader(name, loader=None)
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # the package then loads no shared libraries
+    # the package then loads no shared libraries, and compiles none of its functions, which takes minutes on a CPU
+    variables = {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}
+    os.environ |= variables
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # its __init__ goes on when it finds no shared library
             common: Any = importlib.import_module("transformer_engine.common")
         common.load_framework_extension = lambda framework: None
         importlib.import_module("transformer_engine.pytorch")
+        kernels = importlib.import_module("transformer_engine.pytorch.triton.permutation")
+        for name, function in permutation.FUNCTIONS.items():
+            assert hasattr(kernels, name), name
+            setattr(kernels, name, function)
+        ring: Any = importlib.import_module(_RING)
+        ring.flash_attn_p2p_communicate = context_parallel.waited_once(ring.flash_attn_p2p_communicate)
     finally:
-        del os.environ["NVTE_PROJECT_BUILDING"]
+        for name in variables:
+            del os.environ[name]
     return made
 
 
