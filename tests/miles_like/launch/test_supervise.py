@@ -72,7 +72,7 @@ class Supervised:
         return [json.loads(line) for line in (self.where / "starts").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("status", [0, 2, 75, 130, 143])
+@pytest.mark.parametrize("status", [0, 2, 3, 75, 130, 143])
 def test_a_status_that_the_driver_gives_is_passed_on(tmp_path: Path, status: int) -> None:
     """2: an error that would come again; 75: the machine's time is over, and the batch system starts it again."""
     one = Supervised(tmp_path, [status])
