@@ -80,7 +80,7 @@ def test_commands_of_a_page_are_taken_by_the_command_line(page: Path) -> None:
 
 def test_a_wrong_command_is_found() -> None:
     assert parsed("miles-like train configs/tiny.toml --rundir x") and parsed("miles-like trian x")
-    assert parsed("miles-like train configs/no.toml --run-dir x") and parsed("miles-like report a b")
+    assert parsed("miles-like train configs/no.toml --run-dir x") and parsed("miles-like watch a b")
     assert parsed("miles-like train configs/tiny.toml --run-dir x --set train.stepz=3")
     seen = [one.split() for one in commands("miles-like a [--b C | --d]...  # e\n miles-like f \\\n  --g\n")]
     assert seen == [["miles-like", "a", "--b", "C", "--d"], ["miles-like", "f", "--g"]]
