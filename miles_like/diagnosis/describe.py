@@ -9,6 +9,7 @@ from miles_like.config.load import load_config
 from miles_like.diagnosis.sample import Life, Trained, life_of
 from miles_like.diagnosis.seconds import LAST, Share, shares, tail_of_lengths, traced_steps
 from miles_like.limits.regular_files import check_inside, parse_json, read_text
+from miles_like.report.console import counted
 from miles_like.report.rows import read_metrics
 from miles_like.report.traces.chrome import read_trace
 from miles_like.report.traces.writer import trace_files
@@ -57,7 +58,7 @@ def _lengths(run_dir: Path) -> Iterator[Sequence[int]]:
 def sample_lines(run_dir: Path, key: str) -> list[str]:
     """The whole life of a sample. Raises ValueError as `life_of`."""
     life = life_of(run_dir, key, read_metrics(run_dir / "metrics.jsonl"))
-    lines = [f"{life.key}: trained {len(life.trained)} times"]
+    lines = [f"{life.key}: trained in {counted(len(life.trained), 'step')}"]
     for one in life.trained:
         lines += _trained_lines(one, life)
     lines += [f"step {step}: {n} samples of its prompt were discarded: {why}" for step, why, n in life.discarded]

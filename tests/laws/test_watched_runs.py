@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from miles_like.report.traces.parts import TracedSpan
 from miles_like.report.traces.writer import trace_files
 from miles_like.report.trackers.sent import read_sent
 from tests.support.forked import tail
-from tests.support.local_run import Runs, same_run
+from tests.support.local_run import Runs, drive, same_run
 
 STEPS = 3
 PLANTED = "planted-key-2c9d"
@@ -36,27 +38,52 @@ WATCHED = (
 )
 
 
+def drive_in(environment: Mapping[str, str], run_dir: Path, home: Path, settings: Sequence[str]) -> int:
+    """In the driver's process."""
+    os.environ.update(environment)
+    return drive(run_dir, home, settings, None)
+
+
+def done(runs: Runs, name: str, *settings: str, **environment: str) -> Path:
+    """The directory of a run to its end."""
+    run_dir = runs.home / name
+    given = (f"train.steps={STEPS}", *settings)
+    assert runs.call(run_dir / "driver.log", drive_in, environment, run_dir, runs.home, given) == 0, tail(
+        run_dir / "driver.log"
+    )
+    return run_dir
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with pytest.MonkeyPatch.context() as patch, Runs(tmp_path_factory.mktemp("watched")) as started:
-        for name in SECRETS:
-            patch.setenv(name, PLANTED * 3)
+    with Runs(tmp_path_factory.mktemp("watched")) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
+def plain(runs: Runs) -> Path:
+    return done(runs, "plain")
+
+
+@pytest.fixture(scope="module")
 def watched(runs: Runs) -> Path:
-    run_dir = runs.home / "watched"
-    settings = (f"train.steps={STEPS}", "cluster.env.CLUSTER_SECRET=''", *WATCHED)
-    assert runs.run(run_dir, settings) == 0, tail(run_dir / "driver.log")
-    return run_dir
+    secrets = dict.fromkeys(SECRETS, PLANTED * 3)
+    return done(runs, "watched", "cluster.env.CLUSTER_SECRET=''", *WATCHED, **secrets)
 
 
-def test_a_watched_run_is_the_run(runs: Runs, watched: Path) -> None:
-    plain = runs.home / "plain"
-    assert runs.run(plain, [f"train.steps={STEPS}"]) == 0, tail(plain / "driver.log")
+def test_a_watched_run_is_the_run(plain: Path, watched: Path) -> None:
     same_run(plain, watched)
     assert not [name for name in ("traces", "profiles", "trackers") if (plain / name).exists()]
+
+
+def test_a_tracker_that_hangs_changes_no_step(runs: Runs, plain: Path) -> None:
+    """Its server accepts connections and never answers: the run ends as it would, once `exit_s` have passed."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        keys = {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40}
+        hung = done(runs, "hung", "trackers.use=['wandb']", "trackers.exit_s=1", **keys)
+    same_run(plain, hung)
+    assert "wandb: 4 of 4 rows were not sent within trackers.exit_s = 1 s" in (hung / "driver.log").read_text()
 
 
 def test_no_key_reaches_a_file(watched: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from miles_like import spans
 from miles_like.batch.portion import Portion
 from miles_like.checkpoint.saved_groups import read_groups, write_groups
 from miles_like.cluster.workers.holder import AskedRow, ColumnHolder, Columns, Objects, added, of_records
@@ -433,6 +434,7 @@ class RolloutWorker:
         for call in list(self._shares):
             await self.end(call)
         await self._sampling.close()
+        spans.flush()
 
 
 def _read(path: Path, sha256: str | None) -> Mapping[str, SampleGroup]:
