@@ -157,8 +157,11 @@ RULES = {
     " miles_like.batch miles_like.checkpoint miles_like.loop miles_like.report",
     "miles_like.nodes": "miles_like.stopping miles_like.variables",
     "miles_like.cluster.lost": "miles_like.nodes",
+    # what a rank tells about itself: memory, profiles
+    "miles_like.cluster.observed": "miles_like.limits miles_like.spans miles_like.types",
     "miles_like.cluster": f"{CONTRACTS} quant routing_replay rollout.config rollout.publish rollout.sglang"
     " megatron_bridge.config megatron_bridge.trainer miles_like.batch miles_like.cluster.lost"
+    " miles_like.cluster.observed"
     " miles_like.config.sections miles_like.nodes",
     # rollout workers: the driver's side of them, which the loop calls, and their own
     "miles_like.cluster.workers": f"{CONTRACTS} routing_replay rollout.concurrency miles_like.batch"
@@ -208,8 +211,8 @@ RULES = {
     " miles_like.loop miles_like.report miles_like.run.setup miles_like.stopping miles_like.storage"
     " miles_like.variables",
     # a run that goes on where it loses ranks or nodes
-    "miles_like.run.rebuild": f"{CONTRACTS} rollout.episodes rollout.prompts megatron_bridge.config"
-    " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.fleet miles_like.loop miles_like.report"
+    "miles_like.run.rebuild": f"{CONTRACTS} rollout.episodes megatron_bridge.config"
+    " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.fleet miles_like.report"
     " miles_like.run.setup miles_like.run.watched miles_like.stopping",
     "miles_like.run": f"{CONTRACTS} quant rollout megatron_bridge miles_like.alerts miles_like.algorithms"
     " miles_like.batch miles_like.check_results miles_like.checkpoint miles_like.cluster miles_like.config"

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_bridge.config import TrainerConfig
 from miles_like import spans
-from miles_like.cluster.profiling import NOTHING, Observed
+from miles_like.cluster.observed.profiling import NOTHING, Observed
 from miles_like.hf.checkpoint import write_hf
 from miles_like.protocols import LossFn, RankTrainer, WeightPublisher
 from miles_like.types import NamedTensor, PublishReport

@@ -15,9 +15,9 @@ from miles_like.batch.parcel import Parcel
 from miles_like.batch.portion import filled
 from miles_like.batch.unpacking import unpack
 from miles_like.cluster.gathering import Gathering
-from miles_like.cluster.memory import RankMemory
+from miles_like.cluster.observed.memory import RankMemory
+from miles_like.cluster.observed.profiling import contents, profiled
 from miles_like.cluster.pacing import Pacer
-from miles_like.cluster.profiling import contents, profiled
 from miles_like.cluster.rank_weights import RankWeights
 from miles_like.protocols import RankTrainer, WeightPublisher
 from miles_like.records import PlannedMicroBatch

@@ -21,7 +21,7 @@ from miles_like.batch.packing import cut_shard
 from miles_like.cluster.actors import Process
 from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
 from miles_like.cluster.lost.processes import LOST, actor_id, end_processes, first_deaths, why_died
-from miles_like.cluster.memory import StoreMemory, largest
+from miles_like.cluster.observed.memory import StoreMemory, largest
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.rank import Place, PublisherFactory, Rank, TrainerFactory
 from miles_like.cluster.run_nodes import RunNodes

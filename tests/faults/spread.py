@@ -156,7 +156,7 @@ def outcome_of(code: int | None, others: Sequence[str]) -> str:
 
 
 def replaced(log: Path) -> list[str]:
-    """Parts that are other processes than at the start, as the command said."""
+    """Parts that are other processes than at the start, as the command printed."""
     text = " ".join(log.read_text(errors="replace").split())
     said = {"driver": "supervise: the driver", "ranks": "Trainer ranks were rebuilt", "server": ") is restarting"}
     return [part for part, words in said.items() if words in text]

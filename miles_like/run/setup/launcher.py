@@ -10,8 +10,8 @@ from rich.console import Console
 from megatron_bridge.config import TrainerConfig
 from miles_like.algorithms.registry import make_critic_loss
 from miles_like.cluster.factories import MegatronFactory
+from miles_like.cluster.observed.profiling import Observed
 from miles_like.cluster.placement import Slot
-from miles_like.cluster.profiling import Observed
 from miles_like.cluster.rollout_servers import RayServers
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.cluster.trainer_ranks import RayTrainer

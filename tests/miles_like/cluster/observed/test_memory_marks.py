@@ -10,7 +10,7 @@ import ray
 import torch
 
 from miles_like.cluster import memory
-from miles_like.cluster.memory import RankMemory, StoreMemory, largest
+from miles_like.cluster.observed.memory import RankMemory, StoreMemory, largest
 from miles_like.limits import memory_size
 from miles_like.limits.memory_size import oom_kills, peak_host_bytes
 
