@@ -42,6 +42,7 @@ from miles_like.config.load import load_config
 from miles_like.loop import buffer, producer
 from miles_like.loop import state as loop_state
 from miles_like.nodes.session import start_ray
+from miles_like.protocols import MetricSink
 from miles_like.report.sinks import MultiSink
 from miles_like.run import assemble
 from miles_like.run import train as train_module
@@ -167,8 +168,8 @@ class Watched(RunFiles):
 
     marks: Marks
 
-    def sink(self, first: int = 0) -> MultiSink:
-        return MultiSink([super().sink(first), self.marks])
+    def sink(self, first: int = 0, *more: MetricSink) -> MultiSink:
+        return MultiSink([super().sink(first, *more), self.marks])
 
 
 def measure(clock: Clock, home: Path, staleness: int, steps: int, every: int) -> dict[str, float]:

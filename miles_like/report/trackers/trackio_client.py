@@ -38,4 +38,5 @@ class TrackioClient:
         self._run.log({"samples": trackio.Table(columns=list(data), data=values)}, step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        run: Any = self._run
+        run.finish()
