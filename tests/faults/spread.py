@@ -31,7 +31,7 @@ from tests.support import kill_points
 from tests.support.local_run import QUICK, TINY, Runs
 from tests.support.namespaces import Cluster, nodes
 
-RUN_S = 420.0  # limit of a run
+RUN_S = 600.0  # limit of a run
 CALL_S = 150.0  # cluster.timeout_s
 SETTINGS = (
     *QUICK,
@@ -156,10 +156,10 @@ def outcome_of(code: int | None, others: Sequence[str]) -> str:
 
 
 def replaced(log: Path) -> list[str]:
-    """Parts that are other processes than at the start, as the command printed."""
+    """Parts that are other processes than at the start, by the output of the command."""
     text = " ".join(log.read_text(errors="replace").split())
-    said = {"driver": "supervise: the driver", "ranks": "Trainer ranks were rebuilt", "server": ") is restarting"}
-    return [part for part, words in said.items() if words in text]
+    reported = {"driver": "supervise: the driver", "ranks": "Trainer ranks were rebuilt", "server": ") is restarting"}
+    return [part for part, words in reported.items() if words in text]
 
 
 def settings(home: Path, where: Path, turns: Sequence[str]) -> list[str]:
