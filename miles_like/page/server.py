@@ -48,8 +48,9 @@ def listening(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server((str(address[0]), int(address[1])), family=family)
     except (OSError, UnicodeError) as e:
-        code = e.errno if isinstance(e, OSError) and not isinstance(e, socket.gaierror) else None
-        reason = os.strerror(code) if code else str(e)
+        reason = str(e)
+        if isinstance(e, OSError) and not isinstance(e, socket.gaierror) and e.errno is not None:
+            reason = os.strerror(e.errno)  # the text of create_server has the address too
         raise ValueError(
             f"cannot listen on {host}:{port} ({reason}): give another --port, or an address of this machine as --host"
         ) from None

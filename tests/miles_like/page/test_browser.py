@@ -37,7 +37,7 @@ KEYS = (
     *(f"routing/expert_agreement/{layer}" for layer in range(20)),
     *(f"train/made_{i}" for i in range(40)),
 )
-HOSTILE = '</script><img src="x" onerror="document.title=1"><script>document.title=1</script>{{7*7}}%{x}<b>'
+HOSTILE = '<a href="https://e.example"><b></script><img src="x" onerror="document.title=1">%{x}<script>document.title=1'
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +134,9 @@ def test_hostile_text_stays_text_in_every_tab_and_samples_are_found(page: Page, 
     page.wait_for_selector("#panel-parts .main-svg")
     page.click("#tab-alignment")
     page.wait_for_selector("#panel-layers .main-svg")
-    assert "onerror" in page.locator("#panel-layers").inner_html()
-    assert (
-        page.title() == title
-        and page.locator("img, b, a[href]:not([href^='#'])").count() == page.locator(".tile b").count()
-    )
+    drawn = page.evaluate("[...document.querySelectorAll('#panel-layers .ytick text')].map((t) => t.textContent)")
+    assert drawn == [HOSTILE[:60]]
+    assert page.title() == title and page.locator("img, svg a, a[href], b").count() == 0
     page.click("#tab-events")
     assert HOSTILE in page.locator("td").nth(1).inner_text()
     page.click("#tab-samples")
