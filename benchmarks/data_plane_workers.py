@@ -176,4 +176,4 @@ def with_workers(
 def worked_s(processes: Sequence[psutil.Process]) -> float:
     """Processor time of processes so far."""
     times = [process.cpu_times() for process in processes]
-    return sum(of.user + of.system for of in times)
+    return float(sum(of.user + of.system for of in times))
