@@ -10,7 +10,7 @@ With rollout workers (data_plane_workers.py): the processor time of the driver's
 grow with its length, that of Ray's threads beside it, that of a worker with its store, and memory. Samples of one and
 of two workers in the same time: on two cores the servers work beside two workers, not beside one, and send what these
 read. So a further figure is the processor time of a sample in each of two workers over that in one alone, which shows
-what they share: 1.11 is 1.8 times the samples where each has its own core.
+what they share: 1.11 is 1.8 times the samples where each has a separate core.
 Extrapolated, not measured: what a step of 16,384 samples of 32k tokens asks of workers and driver beside the 134 s that
 DeepSeek-V3 takes to train it. scaling.py has rounds of up to 2,048 groups.
 
