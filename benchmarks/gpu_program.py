@@ -59,6 +59,8 @@ STEPS = (
     Step(name="handles", script="tests/gpu/test_handles_cuda.py"),
     Step(name="kernels", script="tests/gpu/test_kernels_cuda.py"),
     Step(name="trainer", script="tests/gpu/test_trainer_cuda.py"),
+    Step(name="fp8", script="tests/gpu/test_fp8_cuda.py"),
+    Step(name="decoding", script="tests/gpu/test_decoding_kernels_cuda.py"),
     Step(name="embedded", script="tests/gpu/test_embedded_cuda.py"),
     Step(name="converted", script="tests/gpu/test_converted_cuda.py"),
     Step(name="turns", script="tests/gpu/test_turns_cuda.py"),
