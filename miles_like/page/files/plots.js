@@ -142,15 +142,24 @@ function panels(list, state) {
     seen.set(card, { panel, holder, drawn: false });
     return card;
   });
-  const show = (card) => {
-    if (!window.Plotly) { document.addEventListener("DOMContentLoaded", () => show(card), { once: true }); return; }
-    const one = seen.get(card);
-    one.drawn = true;
-    draw(one.panel, one.holder, state);
+  const show = (card) => draw(seen.get(card).panel, seen.get(card).holder, state);
+  const waiting = [];  // one plot at a time: the page answers in between
+  const next = () => {
+    if (!window.Plotly) { document.addEventListener("DOMContentLoaded", next, { once: true }); return; }
+    const card = waiting.shift();
+    if (card.isConnected) {  // else its tab was left: it is seen again when the tab is opened
+      seen.get(card).drawn = true;
+      show(card);
+    }
+    if (waiting.length) setTimeout(next);
   };
   const watcher = new IntersectionObserver((entries) => {
-    for (const entry of entries) if (entry.isIntersecting && !seen.get(entry.target).drawn) show(entry.target);
-  }, { rootMargin: "200px" });
+    const idle = !waiting.length;
+    for (const { isIntersecting, target } of entries) {
+      if (isIntersecting && !seen.get(target).drawn && !waiting.includes(target)) waiting.push(target);
+    }
+    if (idle && waiting.length) setTimeout(next);
+  }, { rootMargin: "100px" });
   cards.forEach((card) => watcher.observe(card));
   return { element: el("div", { class: "panels" }, cards),
     again: () => seen.forEach((one, card) => { if (one.drawn) show(card); }) };

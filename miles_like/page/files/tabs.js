@@ -121,8 +121,10 @@ function start() {
     open(name) {
       if (name === "samples" && current !== "samples") delete made.samples;
       current = name;
-      if (made[name]) made[name].again(); else made[name] = makeTab(name, state);
+      const again = name in made;
+      if (!again) made[name] = makeTab(name, state);
       byId("main").replaceChildren(made[name].element);
+      if (again) made[name].again();
       for (const tab of byId("tabs").children) tab.setAttribute("aria-selected", String(tab.id === `tab-${name}`));
     } };
   byId("tabs").append(...Object.entries(TABS).map(([name, title]) => el("button",
