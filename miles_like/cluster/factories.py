@@ -47,7 +47,7 @@ class MegatronFactory:
             return self._built(MegatronTrainer, rank, world, host, port)
 
     def _built(self, make: Any, rank: int, world: int, host: str, port: int) -> RankTrainer:
-        trainer: RankTrainer = make(
+        trainer = make(
             self.config,
             rank=rank,
             world_size=world,
@@ -57,7 +57,8 @@ class MegatronFactory:
             timeout_s=self.collective_timeout_s,
         )
         trainer.load_weights(self.weights.resolve())
-        return trainer
+        built: RankTrainer = trainer
+        return built
 
 
 @dataclass(frozen=True, slots=True)

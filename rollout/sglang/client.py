@@ -293,7 +293,7 @@ class SGLangClient(ServerClient):
     ) -> list[Sample]:
         with spans.beside("request", server=self.url) as span:
             if spans.on():
-                span.add(rids=list(request.rid), samples=[s.name for s in samples])
+                span.add(rids=list(request.rid or ()), samples=[s.name for s in samples])
             body = await self._generated(request)
         try:
             check_ids(body, request.reply_ids)
