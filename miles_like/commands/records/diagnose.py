@@ -38,7 +38,7 @@ def track(
         settings = load_config(run_dir / "config.toml").trackers
         if not settings.use:
             raise ValueError(f"{run_dir} was run without trackers: set trackers.use, and continue it with --resume")
-        left = list[str]()
+        left: list[str] = []
         trackers = Trackers(settings.model_copy(update={"exit_s": limit}), run_dir, left.append)
         trackers.start()
         trackers.end()
