@@ -69,8 +69,8 @@ def _parts(results: Mapping[str, Result], soaked: Sequence[Result]) -> Iterator[
             ["cell", "must", "what happened"],
             ([name, must(Cell.named(name)).outcome, _told(results[name], faults)] for name, faults in wrong.items()),
         )
-    words: dict[str, str] = {**OUTCOMES, **ROLES, **MOMENTS, **KINDS}
-    yield "### Words\n\n" + _table(["word", "meaning"], [*words.items()])
+    words = [*OUTCOMES.items(), *ROLES.items(), *MOMENTS.items(), *KINDS.items()]
+    yield "### Words\n\n" + _table(["word", "meaning"], words)
     yield "### Not played\n\n" + _table(["role", "fault", "why"], ([*row] for row in left_out()))
     yield "### Fault tests of other projects\n\n" + _table(["project", "test", "requires", "here"], PEERS)
     if soaked:

@@ -64,14 +64,20 @@ class StruckRank(kill_points.watched_class(points.watched_rank(trainer_ranks._Ra
         effects.be("rank" if rank == world - 1 else "another rank")
         return super().start(factory, rank, world, *rest)
 
-    def publish(self, version: int) -> Any:
-        import traceback
+    # Ray copies inherited methods into the class that it pickles, with the local classes of which they are: `super()`
+    # there would be of other classes than the actor's
 
-        try:
-            return super().publish(version)
-        except BaseException:
-            traceback.print_exc()
-            raise
+    def publish(self, version: int) -> Any:
+        return super().publish(version)
+
+    def save(self, path: Path, asynchronous: bool) -> None:
+        super().save(path, asynchronous)
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+
+    def wake(self) -> None:
+        super().wake()
 
 
 def armed(environment: Any) -> Cell | None:
