@@ -58,8 +58,8 @@ class RunNodes:
     def start(self, actor_class: ActorClass, slot: Slot, log: Path) -> Any:
         """Begin to start an actor in `slot`, which writes to `log`; returns its handle."""
         environment = self.environment(slot)
+        remote: Any = ray.remote  # whose types lack this keyword
         groups = dict(actor_class.beside)
-        remote: Any = ray.remote
         actor = remote(concurrency_groups=groups)(actor_class) if groups else remote(actor_class)
         of_actor = actor.options(**actor_options(self.of(slot), environment))
         return of_actor.remote(log.resolve(), environment | driver_secrets(self._env(slot)))
