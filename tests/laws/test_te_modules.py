@@ -20,6 +20,7 @@ from tests.laws import test_resharding_resume as resume
 from tests.support import layouts, toy
 from tests.support.chosen import chosen, later
 from tests.support.layouts import ROUTED, Case, agree_on_port
+from tests.support.qat_cases import MODELS
 from tests.support.spawn import free_port, run_ranks
 
 HERE = "tests/laws/test_te_modules.py"
@@ -87,7 +88,7 @@ def _on_te(rank: int, world: int, port: int, where: Path, cases: dict[str, Case]
     first, again = _trainers(where, rank, world, GROUPED | {"tp": 2})
     resumed = resume.one_layout(first, again, where / "start", where / "of-te", where / "of-local")
     if rank == 0:
-        toy.hf_dir(where / QAT[0], qat.MODELS[QAT[0]])
+        toy.hf_dir(where / QAT[0], MODELS[QAT[0]])
     rounded = qat._law(where, rank, world, QAT, "fp8", agree_on_port(where / "qat-port", rank))
     return {"runs": runs, "resumed": resumed, "qat": rounded}
 
