@@ -124,13 +124,13 @@ def test_packed_attention_is_torchs_of_each_sequence(heads: int, groups: int, si
         numbers(13, n, d, seed=i).requires_grad_()
         for i, (n, d) in enumerate(((heads, size), (groups, size), (groups, value_size)))
     )
-    wholes = [
-        F.scaled_dot_product_attention(
-            *(t.transpose(0, 1)[None] for t in parts), is_causal=True, scale=0.3, enable_gqa=True
-        )[0].transpose(0, 1)
-        for parts in zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
-    ]
-    want = torch.cat(wholes)
+
+    def whole(*parts: Tensor) -> Tensor:
+        own = [t.transpose(0, 1)[None] for t in parts]
+        out = F.scaled_dot_product_attention(own[0], own[1], own[2], is_causal=True, scale=0.3, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    want = torch.cat([whole(*parts) for parts in zip(*(t.split(lengths) for t in (q, k, v)), strict=True)])
     grad = numbers(13, heads, value_size, seed=7)
     gradients = torch.autograd.grad(want, (q, k, v), grad)
     cu = torch.tensor([0, *lengths]).cumsum(0).int()

@@ -59,7 +59,7 @@ def _one(hf: str, recipe: str, held: dict[str, Tensor]) -> Found:
     """Log-probs by these weights, the norm of a step's gradient, casts by function."""
     import sys
 
-    called: dict[str, int] = sys.modules["transformer_engine_torch"].called  # type: ignore[attr-defined]
+    called: dict[str, int] = sys.modules["transformer_engine_torch"].called
     called.clear()
     kernels = KERNELS if recipe == "none" else KERNELS | {"fp8": recipe}
     with toy.trainer(toy.config(hf, dtype="bfloat16", kernels=kernels), 0, 1, free_port()) as t:
@@ -130,7 +130,7 @@ def test_a_recipe_moves_log_probs_by_its_rounding(found: Found, recipe: str) -> 
     saturates: of samples as unlike as these the norm is 0.69 of BF16's."""
     plain, mine = (torch.from_numpy(found[recipe][kind]["start"]) for kind in ("without", "with"))
     gap, norms = mine - plain, [found[recipe][kind]["norm"] for kind in ("without", "with")]
-    row = {
+    row: Found = {
         "recipe": recipe,
         "mean log-prob": float(plain.mean()),
         "mean gap": float(gap.abs().mean()),

@@ -17,7 +17,7 @@ import pytest
 
 from tests.laws import test_qat as qat
 from tests.laws import test_resharding_resume as resume
-from tests.support import layouts, toy
+from tests.support import layouts, qat_cases, toy
 from tests.support.chosen import chosen, later
 from tests.support.layouts import ROUTED, Case, agree_on_port
 from tests.support.spawn import free_port, run_ranks
@@ -60,7 +60,7 @@ ALL = CASES | ROUNDED
 NAMES = later(CASES, list(CASES)[:2], beside=HERE)
 IN_BF16 = later(ROUNDED, [], beside=HERE)
 KEYS = ("train/loss", "train/grad_norm", "train/entropy", "mismatch/logprob_abs_diff_max", "sample/logprob")
-QAT: qat.Case = ("gqa", {"dtype": "bfloat16", "tp": 2} | GROUPED, ("fp8",))
+QAT: qat_cases.Case = ("gqa", {"dtype": "bfloat16", "tp": 2} | GROUPED, ("fp8",))
 
 
 def _trainers(where: Path, rank: int, world: int, layout: dict[str, Any]) -> tuple[Any, Any]:
@@ -87,7 +87,7 @@ def _on_te(rank: int, world: int, port: int, where: Path, cases: dict[str, Case]
     first, again = _trainers(where, rank, world, GROUPED | {"tp": 2})
     resumed = resume.one_layout(first, again, where / "start", where / "of-te", where / "of-local")
     if rank == 0:
-        toy.hf_dir(where / QAT[0], qat.MODELS[QAT[0]])
+        toy.hf_dir(where / QAT[0], qat_cases.MODELS[QAT[0]])
     rounded = qat._law(where, rank, world, QAT, "fp8", agree_on_port(where / "qat-port", rank))
     return {"runs": runs, "resumed": resumed, "qat": rounded}
 
