@@ -82,8 +82,9 @@ def compare(
     ] = 2.0,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="PNG", help="draw the differences of two")] = None,
 ) -> None:
-    """Print the main metrics of several runs side by side; of two, A and B, also whether B is worse on the eval sets of
-    both: status 1 then, 0 where the difference is within noise."""
+    """Print the main metrics of several runs side by side, and whether the second of two is worse.
+
+    It is worse by the eval sets of both: the status is 1 then, and 0 where the difference is within noise."""
     with one_sentence():
         from miles_like.report.paired.table import comparison
         from miles_like.report.rows import read_metrics

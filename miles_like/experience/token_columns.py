@@ -46,10 +46,10 @@ async def token_columns(
     step: int, groups: Sequence[SampleGroup], advantages: Advantages, trainer: TrainerLogprobs | None
 ) -> list[list[Columns]]:
     """For each group the columns of each sample: `advantages`, one number or [n]; `trainer_logprobs` [n] in the steps
-    that are due. Empty where rollout workers hold the samples."""
-    if any(isinstance(group, RecordGroup) for group in groups):
-        return []
-    streams = None if trainer is None else await trainer.of(step, groups)
+    that are due. Of samples that rollout workers hold: what this process has, the advantages that are numbers; they
+    write those of tokens."""
+    held = any(isinstance(group, RecordGroup) for group in groups)
+    streams = None if trainer is None or held else await trainer.of(step, groups)
     out: list[list[Columns]] = []
     for g, (group, of_group) in enumerate(zip(groups, advantages, strict=True)):
         columns: list[Columns] = []

@@ -8,7 +8,6 @@ handler of SIGUSR1 that it has registered with faulthandler.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import re
 import shutil
@@ -16,9 +15,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -193,8 +194,18 @@ def write_report(directory: Path, name: str, head: str, found: Mapping[str, Stac
                 out.write(s.text or "its stacks could not be read\n")
                 out.write(f"({s.note})\n" if s.note else "")
             out.write(f"\n==== driver, process {os.getpid()} on {socket.gethostname()}\n")
-            out.flush()
-            faulthandler.dump_traceback(file=out, all_threads=True)
+            out.writelines(_own_stacks())
         return path
     except OSError:
         return None
+
+
+def _own_stacks() -> Iterator[str]:
+    """The stacks of this process, as faulthandler writes them, the main thread's first. It writes 100 threads, of which
+    the main one would be the last."""
+    main, names = threading.main_thread().ident, {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        yield f"Thread 0x{ident:08x} [{names.get(ident, '')}] (most recent call first):\n"
+        for at, line in traceback.walk_stack(frame):
+            yield f'  File "{at.f_code.co_filename}", line {line} in {at.f_code.co_name}\n'
+        yield "\n"

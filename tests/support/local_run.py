@@ -285,12 +285,12 @@ def same_run(one: Path, other: Path) -> None:
 
 
 def untimed(metrics: Path, *more: str) -> bytes:
-    """metrics.jsonl without its timings, without the bytes that were sent, which depend on what servers hold already,
-    and without the metrics that begin with `more`."""
+    """metrics.jsonl without its timings, without the bytes that were sent and how they were packed, which depend on
+    what servers hold already and on the way of publication, and without the metrics that begin with `more`."""
     from miles_like.report.metrics import TIMINGS
 
+    left_out = (*TIMINGS, "sync/bytes", "sync/packed", *more)
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return "".join(
-        json.dumps({k: v for k, v in row.items() if not k.startswith((*TIMINGS, "sync/bytes", *more))}) + "\n"
-        for row in rows
+        json.dumps({k: v for k, v in row.items() if not k.startswith(left_out)}) + "\n" for row in rows
     ).encode()

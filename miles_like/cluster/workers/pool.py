@@ -356,8 +356,8 @@ class RolloutWorkers:
     def write_rollouts(
         self, path: Path, groups: Sequence[SampleGroup], columns: Sequence[Sequence[Mapping[str, Any]]] = ()
     ) -> None:
-        """As `report.metrics.write_rollouts`, by the workers, without columns. `wrote` waits for it."""
-        self._writing = asyncio.create_task(self._write(path, groups, self._writing))
+        """As `report.metrics.write_rollouts`, by the workers. `wrote` waits for it."""
+        self._writing = asyncio.create_task(self._write(path, groups, columns, self._writing))
 
     async def wrote(self) -> None:
         """Waits until the rollouts are written, and raises what went wrong."""
@@ -365,24 +365,29 @@ class RolloutWorkers:
             writing, self._writing = self._writing, None
             await writing
 
-    async def _write(self, path: Path, groups: Sequence[SampleGroup], before: asyncio.Task[None] | None) -> None:
+    async def _write(
+        self,
+        path: Path,
+        groups: Sequence[SampleGroup],
+        columns: Sequence[Sequence[Mapping[str, Any]]],
+        before: asyncio.Task[None] | None,
+    ) -> None:
         if before is not None:
             await before
-        own: dict[int, list[SampleGroup]] = {}
+        own: dict[int, list[tuple[SampleGroup, Sequence[Mapping[str, Any]]]]] = {}
         for of in _firsts(groups):
             own.setdefault(of.holder, [])
-        for group in groups:
+        for group, more in zip(groups, columns or [[{}] * len(g.samples) for g in groups], strict=True):
             for of in _firsts([group]):
-                own[of.holder].append(group)
+                own[of.holder].append((group, more))
         files = {n: path if len(own) == 1 else path.with_name(f".{path.name}.{n}") for n in own}
-        found = await all_or_first_error(self._write_part(n, files[n], of_worker) for n, of_worker in own.items())
+        found = await all_or_first_error(
+            self._tried(n, "write_rollouts", files[n], *map(list, zip(*mine, strict=True))) for n, mine in own.items()
+        )
         written = [n for n, done in zip(own, found, strict=True) if done]
         if len(own) > 1 and written:
             lines = [(written.index(of.holder), n) for of, n in _counted(groups) if of.holder in written]
             await self._tried(written[0], "join_rollouts", path, [files[n] for n in written], lines)
-
-    async def _write_part(self, number: int, path: Path, groups: Sequence[SampleGroup]) -> bool:
-        return await self._tried(number, "write_rollouts", path, groups)
 
     async def _tried(self, number: int, method: str, *arguments: Any) -> bool:
         """Whether the worker of that number has done it: False for one that has ended."""

@@ -364,11 +364,13 @@ class RolloutWorker:
             self.holder.add(records.samples[0].key, named)
         return None, []
 
-    async def write_rollouts(self, path: Path, groups: Sequence[RecordGroup]) -> None:
-        """As `report.metrics.write_rollouts`."""
+    async def write_rollouts(
+        self, path: Path, groups: Sequence[RecordGroup], columns: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> None:
+        """As `report.metrics.write_rollouts`. columns: what the driver has of each sample of each group."""
 
         def write() -> None:
-            write_rollouts(path, self.holder.values(groups))
+            write_rollouts(path, self.holder.values(groups), columns)
 
         await asyncio.to_thread(write)
 

@@ -60,7 +60,10 @@ USES: dict[tuple[str, str], tuple[tuple[str, ...], Any]] = {
         ("parameters", "LayerNormLinear"),
         ["layer_norm_weight", "weight"],
     ),
-    ("megatron_bridge/optim/te_names.py", r"\.weight(\d+)$"): (("parameters", "GroupedLinear"), ["weight0", "weight1"]),
+    ("megatron_bridge/optim/te_names.py", r"\.(weight|lora_a|lora_b)(\d+)$"): (
+        ("parameters", "GroupedLinear"),
+        ["weight0", "weight1"],
+    ),
     ("megatron_bridge/step/fake_quant.py", 'leaf.rstrip("0123456789") == "weight"'): (
         ("parameters", "Linear"),
         ["weight"],

@@ -133,14 +133,14 @@ def test_json_progress_is_one_object_a_step(capsys: pytest.CaptureFixture[str]) 
     output.set_output(quiet=False, log_level="warning", json=True)
     sink = ConsoleSink(steps=9, console=output.console())
     output.echo("Ready in 3 s")
-    for step in range(1, 4):
-        sink.write(step, {"train/loss": math.nan, "rollout/zero_std_group_frac": 1.0})
+    for step in range(1, 6):
+        sink.write(step, {"train/loss": math.nan, "rollout/truncated_frac": 1.0})
     sink.close()
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 3] and "docs/troubleshooting.md#" in rows[3].pop("warning")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 5] and "docs/troubleshooting.md#" in rows[5].pop("warning")
     assert rows[0] == {
         "step": 1,
         "train/loss": None,
-        "rollout/zero_std_group_frac": 1.0,
+        "rollout/truncated_frac": 1.0,
         "nonfinite_count": 1,
     }

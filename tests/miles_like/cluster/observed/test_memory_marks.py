@@ -9,12 +9,12 @@ import pytest
 import ray
 import torch
 
-from miles_like.cluster import memory
+from miles_like.cluster.observed import memory
 from miles_like.cluster.observed.memory import RankMemory, StoreMemory, largest
 from miles_like.limits import memory_size
 from miles_like.limits.memory_size import oom_kills, peak_host_bytes
 
-PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
 
 
 def test_the_peak_of_a_process_grows_with_what_it_has_held_and_never_falls() -> None:
