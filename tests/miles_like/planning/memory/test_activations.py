@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_bridge.config import ParallelConfig
+from megatron_bridge.device.device import init_device
 from miles_like.planning.memory.activations import StepShape, chunks_in_flight
 from miles_like.planning.memory.parts import MIB
 from tests.support.plans import trainer_ranks
@@ -22,6 +23,7 @@ def test_micro_batches_in_flight_are_those_of_1f1b() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("vpp", [1, 2, 4])
 def test_warm_up_passes_are_megatrons(vpp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    init_device()
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
