@@ -4,7 +4,9 @@ wheel (tests/support/installed.py), and the examples that hypothesis draws."""
 from __future__ import annotations
 
 import gc
+import importlib.util
 import signal
+import sys
 import threading
 from types import FrameType
 
@@ -12,6 +14,11 @@ import hypothesis
 import pytest
 
 from tests.support.refusals import ACCEPT, ONLY, RefusalSnapshot
+
+if importlib.util.find_spec("transformer_engine_torch") is None:
+    # its Python alone is installed, for the processes of tests/support/te. Megatron, imported by a test before
+    # `init_device` has hidden it, would fail at its import
+    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
 
 pytest_plugins = ("tests.support.installed", "tests.support.tiers")
 pytest.register_assert_rewrite("tests.support.engine_contract")  # tests that several files have
