@@ -29,14 +29,16 @@ def kept_rows(rows: Iterable[Row]) -> list[Row]:
     return kept
 
 
-def best_steps(rows: Rows) -> dict[str, int]:
-    """Eval set -> the step of its best evaluation, the first of equals."""
+def best_steps(rows: Rows, keys: Iterable[str] | None = None) -> dict[str, int]:
+    """Eval set -> the step of its best evaluation, the first of equals. keys: the metrics that are looked at; None:
+    those of all rows."""
+    found = {key: of[1] for key in (set().union(*rows) if keys is None else keys) if (of := _MEAN.fullmatch(key))}
     best: dict[str, tuple[float, int]] = {}
     for row in rows:
-        for key, value in row.items():
-            found = _MEAN.fullmatch(key)
-            if found and math.isfinite(value) and value > best.get(found[1], (-math.inf, 0))[0]:
-                best[found[1]] = value, int(row["step"])
+        for key, name in found.items():
+            value = row.get(key, math.nan)
+            if math.isfinite(value) and value > best.get(name, (-math.inf, 0))[0]:
+                best[name] = value, int(row["step"])
     return {name: step for name, (_, step) in best.items()}
 
 
@@ -58,5 +60,7 @@ def last(rows: Rows, key: str, n: int) -> list[float]:
 
 def mean_of_last(rows: Rows, key: str, n: int) -> float | None:
     """None where there are fewer than n, or the last row has none."""
+    if finite(rows[-1], key) is None:  # and no search through all rows of a run
+        return None
     found = last(rows, key, n)
-    return statistics.fmean(found) if len(found) == n and finite(rows[-1], key) is not None else None
+    return statistics.fmean(found) if len(found) == n else None

@@ -38,11 +38,10 @@ def kl_spike(rows: Rows, c: KlSpike) -> float | None:
 
 def entropy_collapse(rows: Rows, c: EntropyCollapse) -> float | None:
     key = "train/entropy"
-    first = list(islice(values(rows, key), c.window))
     now = mean_of_last(rows, key, c.window)
-    if now is None or len(list(islice(values(rows, key), 2 * c.window))) < 2 * c.window:
+    if now is None or len(first := list(islice(values(rows, key), 2 * c.window))) < 2 * c.window:
         return None
-    before = statistics.fmean(first)
+    before = statistics.fmean(first[: c.window])
     return max(0.0, 1 - now / before) if before > 0 else None
 
 
@@ -52,7 +51,7 @@ def reward_hacking(rows: Rows, c: RewardHacking) -> float | None:
     fallen = regressions(rows)
     if not fallen:
         return None
-    best, reading = best_steps(rows), 0.0
+    best, reading = best_steps(rows, rows[-1]), 0.0
     now, std = last(rows, "rollout/reward/mean", c.window), last(rows, "rollout/reward/std", c.window)
     for name, errors in fallen.items():
         until = [row for row in rows if row["step"] <= best.get(name, 0)]
@@ -74,19 +73,20 @@ def policy_lag(rows: Rows, c: PolicyLag) -> float | None:
 
 
 def dead_groups(rows: Rows, c: DeadGroups) -> float | None:
-    equal = last(rows, "rollout/zero_std_group_frac", c.window)
-    filtered = last(rows, "rollout/filtered_frac", c.window)
-    if len(equal) < c.window or finite(rows[-1], "rollout/zero_std_group_frac") is None:
+    key = "rollout/zero_std_group_frac"
+    if finite(rows[-1], key) is None:
         return None
-    filtered += [0.0] * (c.window - len(filtered))
-    return statistics.fmean(1 - (1 - f) * (1 - e) for f, e in zip(filtered, equal, strict=True))
+    of = list(islice((row for row in reversed(rows) if finite(row, key) is not None), c.window))
+    alive = [(1 - row[key]) * (1 - (finite(row, "rollout/filtered_frac") or 0.0)) for row in of]
+    return 1 - statistics.fmean(alive) if len(alive) == c.window else None
 
 
 def length_drift(rows: Rows, c: LengthDrift) -> float | None:
     key = "rollout/len/mean"
-    now, found = mean_of_last(rows, key, c.window), last(rows, key, c.window + c.before)
-    earlier = found[c.window :]
-    if now is None or len(earlier) < _LEAST:
+    if (now := mean_of_last(rows, key, c.window)) is None:
+        return None
+    earlier = last(rows, key, c.window + c.before)[c.window :]
+    if len(earlier) < _LEAST:
         return None
     before = statistics.median(earlier)
     return max(now / before, before / now) if now > 0 and before > 0 else None

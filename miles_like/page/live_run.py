@@ -12,10 +12,9 @@ from typing import Any
 
 from miles_like.limits.regular_files import check_inside, open_regular
 from miles_like.page.curves import Rises, gantt
-from miles_like.page.events import ALERTS, INCIDENTS, alerts, incidents
-from miles_like.page.run_data import WARNING_ROWS, Figures, row_figures, run_data, sample_data
+from miles_like.page.events import INCIDENTS, RunAlerts, incidents
+from miles_like.page.run_data import Figures, config_text, row_figures, run_data, sample_data, warning_texts
 from miles_like.page.samples import chosen_files
-from miles_like.report.health import warnings
 from miles_like.report.rows import metric_row
 
 SENT_ROWS = 1000  # in one reply; a page that lacks more gets the whole data
@@ -40,6 +39,7 @@ class LiveRun:
         self.rows: list[dict[str, float]] = []
         self.figures, self._rises = Figures(), Rises()
         self._derived: list[dict[str, float]] = []
+        self.alerts = RunAlerts(config_text(self.run_dir))
         self._inode, self._read, self._lines = 0, 0, 0
 
     def refresh(self) -> bool:
@@ -73,6 +73,7 @@ class LiveRun:
             merged.setdefault(row["step"], {}).update(row)
             rows = [merged[step] for step in sorted(merged)]
             self.rows, self._derived, self.figures, self._rises = [], [], Figures(), Rises()
+            self.alerts = RunAlerts(config_text(self.run_dir))
             for one in rows:
                 self._append(one)
         else:
@@ -82,6 +83,7 @@ class LiveRun:
         self.rows.append(row)
         self._derived.append(self._rises.row(row))
         self.figures.add(row)
+        self.alerts.read(row)
 
     def age_s(self) -> float:
         """Seconds since the metrics were last written."""
@@ -93,7 +95,7 @@ class LiveRun:
     def data(self) -> dict[str, Any]:
         """`run`, as `run_data`; call `refresh` before, which must have found a row."""
         with self._lock:
-            return {"run": run_data(self.run_dir, self.rows), "generation": self.generation}
+            return {"run": run_data(self.run_dir, self.rows, self.alerts), "generation": self.generation}
 
     def samples(self) -> list[Mapping[str, Any]]:
         """Of this run alone, in the form of a page of several."""
@@ -109,7 +111,7 @@ class LiveRun:
         }
 
     def since(self, step: float, generation: int, events: str) -> dict[str, Any]:
-        """`rows` after `step` and, where there are any or an alert or incident is new, the `parts` of `run_data` that
+        """`rows` after `step` and, where there are any or an incident is new, the `parts` of `run_data` that
         change with them. `renew`: the page asks for the whole data instead. `samples`: the last step with samples."""
         with self._lock:
             self._refresh()
@@ -125,8 +127,8 @@ class LiveRun:
                 out["parts"] = {
                     "figures": self.figures.table(),
                     "gantt": gantt(self.rows),
-                    "warnings": list(warnings(self.rows[-WARNING_ROWS:]).values()),
-                    "alerts": alerts(self.run_dir),
+                    "warnings": warning_texts(self.rows, self.alerts),
+                    "alerts": self.alerts.table(),
                     "incidents": incidents(self.run_dir),
                 }
             return out
@@ -136,14 +138,9 @@ class LiveRun:
         return files[-1][0] if files else 0
 
     def _events(self) -> str:
-        """Changes with alerts and incidents."""
-        found = [_changed(self.run_dir / name) for name in (ALERTS, INCIDENTS)]
-        return "-".join(map(str, found))
-
-
-def _changed(path: Path) -> int:
-    try:
-        status = path.stat()
-    except OSError:
-        return 0
-    return status.st_mtime_ns + status.st_size
+        """Changes with incidents."""
+        try:
+            status = (self.run_dir / INCIDENTS).stat()
+        except OSError:
+            return ""
+        return str(status.st_mtime_ns)

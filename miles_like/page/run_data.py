@@ -14,7 +14,7 @@ from miles_like.config.sections.metric_direction import better
 from miles_like.limits.regular_files import MIB, check_inside
 from miles_like.page.curves import Rises, Rows, columns, curve, gantt, layer_grid, running_means, short
 from miles_like.page.evaluations import standard_errors
-from miles_like.page.events import alerts, incidents
+from miles_like.page.events import RunAlerts, incidents
 from miles_like.page.panels import SMOOTHED
 from miles_like.page.samples import Kept, check_own, cut, histograms, kept_samples, own_text
 from miles_like.page.words import words_of
@@ -27,11 +27,13 @@ CONFIG_BYTES = 16 * MIB
 WARNING_ROWS = 2000  # last steps, of which warnings are
 
 
-def run_data(run_dir: Path, rows: Rows) -> dict[str, Any]:
-    """Everything but the samples. Raises ValueError naming a file that is damaged, or leads out of the directory."""
+def run_data(run_dir: Path, rows: Rows, alerts: RunAlerts | None = None) -> dict[str, Any]:
+    """Everything but the samples. alerts: after the rows; None: they are computed here. Raises ValueError naming a file
+    that is damaged, or leads out of the directory."""
     rises = Rises()
     found = columns([rises.row(row) for row in rows])
-    text = _config(run_dir)
+    text = config_text(run_dir)
+    alerts = alerts or alerts_of(text, rows)
     return {
         "name": cut(run_dir.resolve().name),
         "steps": train_setting(text, "steps"),
@@ -42,9 +44,9 @@ def run_data(run_dir: Path, rows: Rows) -> dict[str, Any]:
         "layers": layer_grid(rows, found),
         "gantt": gantt(rows),
         "figures": found_figures(rows).table(),
-        "warnings": list(warnings(rows[-WARNING_ROWS:]).values()),
+        "warnings": warning_texts(rows, alerts),
         "ledger": ledger(run_dir),
-        "alerts": alerts(run_dir),
+        "alerts": alerts.table(),
         "incidents": incidents(run_dir),
         "starts": _starts(run_dir),
         "config": text,
@@ -54,7 +56,7 @@ def run_data(run_dir: Path, rows: Rows) -> dict[str, Any]:
 def sample_data(run_dir: Path) -> dict[str, Any]:
     """The samples, their worst, and the distribution of rewards. Raises ValueError as `kept_samples`."""
     folder = run_dir / "rollouts"
-    every = train_setting(_config(run_dir), "token_logprobs_every") or 0
+    every = train_setting(config_text(run_dir), "token_logprobs_every") or 0
     kept = kept_samples(run_dir, words_of(run_dir), every) if check_own(folder, run_dir) else Kept()
     return {
         "samples": kept.samples,
@@ -64,6 +66,18 @@ def sample_data(run_dir: Path) -> dict[str, Any]:
         "steps": sorted(kept.rewards),
         "left_out": kept.left_out,
     }
+
+
+def alerts_of(config: str | None, rows: Rows) -> RunAlerts:
+    found = RunAlerts(config)
+    for row in rows:
+        found.read(row)
+    return found
+
+
+def warning_texts(rows: Rows, alerts: RunAlerts) -> list[str]:
+    """Of the last rows."""
+    return [*([alerts.why] if alerts.why else []), *warnings(rows[-WARNING_ROWS:]).values()]
 
 
 def row_figures(row: Mapping[str, float]) -> dict[str, float]:
@@ -124,7 +138,7 @@ def train_setting(config: str | None, key: str) -> int | None:
     return found if type(found) is int and 0 < found < 1 << 53 else None
 
 
-def _config(run_dir: Path) -> str | None:
+def config_text(run_dir: Path) -> str | None:
     path = run_dir / CONFIG
     return own_text(path, run_dir, CONFIG_BYTES) if path.exists() else None
 

@@ -13,12 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from miles_like.page.curves import Rises
-from miles_like.page.events import alerts
 from miles_like.page.live_run import LiveRun
-from miles_like.page.run_data import CONFIG, CONFIG_BYTES, train_setting
+from miles_like.page.run_data import CONFIG, CONFIG_BYTES, train_setting, warning_texts
 from miles_like.page.samples import own_text
 from miles_like.report.console import duration, headline_keys, remaining_s
-from miles_like.report.health import warnings
 
 REFRESH_S = 2.0
 BAR = 60  # characters of the bar
@@ -70,10 +68,11 @@ def view(run: LiveRun, steps: int | None) -> RenderableType:
     parts.append(_table([(key, key) for key in main], rows))
     if kept := [(key, text) for key, text in OPERATIONS.items() if any(key in row for row in rows)]:
         parts.append(_table(kept, rows))
-    for one in alerts(run.run_dir)[:SHOWN_ALERTS]:
+    for one in run.alerts.table()[:SHOWN_ALERTS]:
         text = f"step {one['step']}: {one['alert']}: {one['value']}, threshold {one['threshold']}; {one['action']}"
-        parts.append(Text(f"alert    {_shown(text)}", style="bold red"))
-    parts += [Text(f"warning  {text}", style="yellow") for text in warnings(run.rows).values()]
+        over = "" if one["over"] is None else f"; over at step {one['over']}"
+        parts.append(Text(f"alert    {text}{over}", style="dim" if over else "bold red"))
+    parts += [Text(f"warning  {_shown(text)}", style="yellow") for text in warning_texts(run.rows, run.alerts)]
     return Group(*parts)
 
 

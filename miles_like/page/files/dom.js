@@ -10,7 +10,7 @@ function el(tag, properties, ...children) {
     else if (name in made && typeof value !== "string") made[name] = value;
     else made.setAttribute(name, value);
   }
-  for (const child of children.flat()) if (child !== null && child !== undefined && child !== false) made.append(child);
+  for (const child of children.flat(Infinity)) if (child !== null && child !== undefined && child !== false) made.append(child);
   return made;
 }
 

@@ -18,7 +18,7 @@ function attention(state) {
     run.ledger && run.ledger.wrong && el("p", { class: "card alert" }, run.ledger.wrong)]);
 }
 
-const alertText = (a) => `step ${a.step}: ${a.alert}: ${figure(a.value)}, threshold ${figure(a.threshold)}; ${a.action}`;
+const alertText = (a) => `step ${a.step}: ${a.alert}: ${figure(a.value)}, threshold ${figure(a.threshold)}; ${a.action}${a.over ? `; over at step ${a.over}` : ""}`;
 const figure = (value) => (typeof value === "number" ? number(value) : String(value));
 
 function worst(state) {
@@ -66,9 +66,9 @@ function figuresTab(state) {
 function eventsTab(state) {
   return byRun(state, (run) => [
     el("h2", {}, "Alerts"),
-    run.alerts.length ? table(["step", "alert", "value", "threshold", "action"],
-      run.alerts.map((a) => [a.step, a.alert, a.value, a.threshold, a.action]))
-      : el("p", { class: "card" }, "No alerts: alerts.jsonl has no row. The rules are those of [alerts] in the configuration."),
+    run.alerts.length ? table(["step", "over at", "alert", "value", "threshold", "action"],
+      run.alerts.map((a) => [a.step, a.over ?? "", a.alert, a.value, a.threshold, a.action]))
+      : el("p", { class: "card" }, "No alert has fired by the rules of [alerts] in the configuration."),
     el("h2", {}, "Incidents"),
     run.incidents.length ? run.incidents.map((one, i) => el("details", { open: i === 0 }, el("summary", {}, one.name), el("pre", {}, one.text)))
       : el("p", { class: "card" }, "No incidents: the run did not stop or go back by itself."),

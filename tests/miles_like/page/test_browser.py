@@ -114,10 +114,7 @@ def hostile_run(run_dir: Path) -> Path:
     texts = [f"plain words {i}" for i in range(5)] + [HOSTILE]
     groups = [group([sample(f"p{i}", text=text, reward=i / 10)], answer=HOSTILE) for i, text in enumerate(texts)]
     write_rollouts(run_dir / "rollouts" / "step_2.jsonl", groups)
-    (run_dir / "config.toml").write_text(f"# {HOSTILE}\n")
-    (run_dir / "alerts.jsonl").write_text(
-        json.dumps(dict.fromkeys(("step", "alert", "value", "threshold", "action"), HOSTILE))
-    )
+    (run_dir / "config.toml").write_text(f"# {HOSTILE}\n[alerts]\n{json.dumps(HOSTILE)} = 1\n")
     (run_dir / "incidents").mkdir()
     (run_dir / "incidents" / "1.md").write_text(f"# {HOSTILE}")
     return run_dir
@@ -138,7 +135,9 @@ def test_hostile_text_stays_text_in_every_tab_and_samples_are_found(page: Page, 
     assert drawn == [HOSTILE[:60]]
     assert page.title() == title and page.locator("img, svg a, a[href], b").count() == 0
     page.click("#tab-events")
-    assert HOSTILE in page.locator("td").nth(1).inner_text()
+    assert f"alerts.{HOSTILE}: " in page.locator(".alert").last.inner_text()
+    assert page.locator("details pre").inner_text() == f"# {HOSTILE}"
+    assert "[object" not in page.content().split("</script>")[-1]
     page.click("#tab-samples")
     assert page.locator("#list button").count() == 6
     page.fill("#search", "PLAIN 3")

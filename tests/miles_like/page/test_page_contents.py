@@ -198,17 +198,29 @@ def test_the_ledger_of_a_run(tmp_path: Path) -> None:
     assert "line 5: group 2 is closed a second time" in data_of(tmp_path)["runs"][0]["ledger"]["wrong"]
 
 
+SPIKES = [(step, {"mismatch/kl": kl}) for step, kl in enumerate((0.02, 0.02, 0.02, 0.1, 0.02, 0.02, 0.5), 1)]
+
+
+def test_alerts_whose_rules_cannot_be_read_are_not_shown_and_a_warning_says_so(tmp_path: Path) -> None:
+    write_rows(tmp_path, SPIKES)
+    for text in ("[alerts.kl_spike]\nthreshold = -1", "[alerts", "alerts = 3"):
+        (tmp_path / "config.toml").write_text(text)
+        run = data_of(tmp_path)["runs"][0]
+        assert run["alerts"] == [] and any("[alerts] of config.toml cannot be read" in text for text in run["warnings"])
+
+
 def test_alerts_and_incidents_are_shown_the_last_first(tmp_path: Path) -> None:
     write_rows(tmp_path, [(1, {"a": 1.0})])
     run = data_of(tmp_path)["runs"][0]
-    assert run["alerts"] == run["incidents"] == []
-    row = {"step": 3, "alert": "kl_spike", "value": 0.5, "threshold": 0.1, "action": "log"}
-    (tmp_path / "alerts.jsonl").write_text(f'{json.dumps(row)}\n[1]\n{json.dumps(row | {"step": 4})}\n{{"step"')
+    assert run["alerts"] == run["incidents"] == [] and not run["warnings"]
+    write_rows(tmp_path, SPIKES)
+    (tmp_path / "config.toml").write_text("[alerts.kl_spike]\nthreshold = 4.0\naction = 'notify'\n")
     (tmp_path / "incidents").mkdir()
     for n in (2, 10):
         (tmp_path / "incidents" / f"{n}.md").write_text(f"# incident {n}")
     run = data_of(tmp_path)["runs"][0]
-    assert run["alerts"] == [row | {"step": 4}, row]
+    first = {"step": 4, "alert": "kl_spike", "value": 5, "threshold": 4, "action": "notify", "over": 5}
+    assert run["alerts"] == [first | {"step": 7, "over": None}, first]
     assert [one["text"] for one in run["incidents"]] == ["# incident 10", "# incident 2"]
 
 

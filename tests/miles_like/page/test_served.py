@@ -6,7 +6,6 @@ follows: test_browser.py. Not covered: many users at once.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from pathlib import Path
@@ -50,14 +49,18 @@ def test_a_page_asks_for_the_rows_after_its_last_one(run_dir: Path) -> None:
     assert [row["step"] for row in asked.get(f"{path}2").json()["rows"]] == [3]
 
 
-def test_new_samples_alerts_and_incidents_are_reported(run_dir: Path) -> None:
+def test_new_samples_incidents_and_alerts_are_reported(run_dir: Path) -> None:
     asked = client(run_dir)
     live = page_data(asked.get("/").text)["live"]
     (run_dir / "rollouts").mkdir()
     (run_dir / "rollouts" / "step_1.jsonl").touch()
-    (run_dir / "alerts.jsonl").write_text(json.dumps({"step": 1, "alert": "stall"}) + "\n")
+    (run_dir / "incidents").mkdir()
+    (run_dir / "incidents" / "1.md").write_text("# fell")
     found = asked.get(f"/rows?generation=0&events={live['events']}&after=1").json()
-    assert found["samples"] == 1 and found["rows"] == [] and found["parts"]["alerts"][0]["alert"] == "stall"
+    assert found["samples"] == 1 and found["rows"] == [] and found["parts"]["incidents"][0]["text"] == "# fell"
+    write_rows(run_dir, [(step, {"mismatch/kl": kl}) for step, kl in ((2, 0.1), (3, 0.1), (4, 0.1), (5, 1.0))])
+    found = asked.get(f"/rows?generation=0&events={found['events']}&after=1").json()
+    assert [(one["step"], one["alert"]) for one in found["parts"]["alerts"]] == [(5, "kl_spike")]
     assert asked.get("/samples").json()[0]["steps"] == [1]
 
 

@@ -56,13 +56,14 @@ def test_a_late_run_is_marked_and_a_finished_one_is_not(tmp_path: Path) -> None:
 
 def test_alerts_are_shown_and_control_characters_are_not(tmp_path: Path) -> None:
     run = tmp_path / "a\x1b[2Jb"
-    write_rows(run, [(1, {"rollout/reward/mean": 1.0})])
-    (run / "alerts.jsonl").write_text(
-        '{"step": 1, "alert": "\\u001b]0;x\\u0007", "value": 1, "threshold": 2, "action": "[red]"}'
-    )
+    write_rows(run, [(step, {"mismatch/kl": kl}) for step, kl in enumerate((0.1, 0.1, 0.1, 1.0, 0.1, 9.0), 1)])
     text = shown(run)
-    assert "\x1b" not in text and "\x07" not in text and "a?[2Jb" in text
-    assert "alert    step 1: ?]0;x?: 1, threshold 2; [red]" in text
+    assert "\x1b" not in text and "a?[2Jb" in text
+    assert "alert    step 6: kl_spike: 9, threshold 5; log\n" in text.replace(" \n", "\n")
+    assert "alert    step 4: kl_spike: 10, threshold 5; log; over at step 5" in text
+    (run / "config.toml").write_text('"\\u001b]0;x\\u0007" = [')
+    text = shown(run)
+    assert "\x1b" not in text and "\x07" not in text and "cannot be read" in text
 
 
 def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
