@@ -110,9 +110,12 @@ class Trainer(Protocol):
         Raises RuntimeError as `train`, also when there is no copy of that name.
         """
 
-    async def held_logprobs(self, batch: PlannedBatch, *, weights: str | None = None) -> Mapping[int, Sequence[Any]]:
+    async def held_logprobs(
+        self, batch: PlannedBatch, *, weights: str | None = None, replay: bool = False
+    ) -> Mapping[int, Sequence[Any]]:
         """As `logprobs`, of records, planned with `only`: holder -> references to parcels of sample name -> [S] fp32,
-        for the holder alone; none of a sample without a loss token. Raises also ColumnsLostError."""
+        for the holder alone; none of a sample without a loss token. With `replay`, of the current weights on the routes
+        of the batch, which is planned without `only`. Raises also ColumnsLostError."""
 
     async def load_copy(self, name: str, path: Path) -> None:
         """Load the weights of a converted directory beside the trained ones, for `logprobs`. Raises RuntimeError when a

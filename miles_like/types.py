@@ -129,6 +129,7 @@ TEACHER = "teacher"  # stream: log-probs under a teacher's weights
 TAUGHT = "taught"  # stream: 1 where a teacher scored the token, else 0
 VALUES = "values"  # stream: the critic's value estimate before the token was chosen
 ADVANTAGES = "advantages"  # stream: of tokens, where they are not one number a sample
+TRAINER_LOGPROBS = "trainer_logprobs"  # stream: of train.token_logprobs_every, only to be written
 RETURNS = "returns"  # stream: the critic's training targets
 GREEDY = "greedy"  # need of an algorithm: the first sample of each group is greedy, and is not trained on
 ANSWER = "answer"  # stream: 1 at the tokens of the answer, 0 at those of the prompt

@@ -104,14 +104,20 @@ class Rank:
         return [x.cpu() for x in found] if reply else []
 
     def held_logprobs(
-        self, cells: Sequence[PlannedMicroBatch], weights: str | None, names: Sequence[Sequence[str]], *portions: Any
+        self,
+        cells: Sequence[PlannedMicroBatch],
+        weights: str | None,
+        replay: bool,
+        names: Sequence[Sequence[str]],
+        *portions: Any,
     ) -> Any:
-        """As `logprobs`, of planned micro-batches. names: of the samples of each holder, to which the values go; of
-        none on the other ranks of a shard. Returns None, then a parcel for each holder: name -> [S] fp32."""
+        """As `logprobs`, of planned micro-batches; with `replay` on their routes. names: of the samples of each holder,
+        to which the values go; of none on the other ranks of a shard. Returns None, then a parcel for each holder:
+        name -> [S] fp32."""
         with spans.span("logprobs", weights=weights):
             whole = whole_shard(cells, portions)
             self.trainer.signals.meet()
-            found = self.trainer.logprobs(whole, weights)
+            found = self.trainer.score(whole, replay=True).logprobs if replay else self.trainer.logprobs(whole, weights)
         if not names:
             return None
         streams = unpack([whole], [[x.cpu() for x in found]])

@@ -160,11 +160,11 @@ class RayTrainer:
         return [answers[shards.index(shard)] for shard in range(len(batch.grid))]
 
     async def held_logprobs(
-        self, batch: PlannedBatch, *, weights: str | None = None
+        self, batch: PlannedBatch, *, weights: str | None = None, replay: bool = False
     ) -> Mapping[int, Sequence[ray.ObjectRef[Any]]]:
         """As `Trainer.held_logprobs`. The first rank of each DP shard gives the values of each holder's samples."""
-        if batch.only is None:
-            raise RuntimeError("log-probs are of models that route on their own: plan the batch with `only`")
+        if replay != (batch.only is None) or (replay and weights is not None):
+            raise RuntimeError("log-probs are of models that route on their own, planned with `only`, or of the replay")
         shipped = await self._pull(batch)
         shards = [shard for shard, _ in self._places]
         names: list[dict[int, list[str]]] = [{} for _ in batch.grid]
@@ -173,7 +173,8 @@ class RayTrainer:
                 own.setdefault(batch.records[name].holder, []).append(name)
         asked = [names[shard] if shards.index(shard) == i else {} for i, shard in enumerate(shards)]
         arguments = [
-            (shard[0], weights, list(own.values()), *shard[1:]) for shard, own in zip(shipped.refs, asked, strict=True)
+            (shard[0], weights, replay, list(own.values()), *shard[1:])
+            for shard, own in zip(shipped.refs, asked, strict=True)
         ]
         given = await self._given("held_logprobs", arguments, [len(own) for own in asked])
         out: dict[int, list[ray.ObjectRef[Any]]] = {}

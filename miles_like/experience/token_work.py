@@ -68,8 +68,8 @@ class TokenWork:
 
 
 def _held(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float | Tensor]]) -> Done:
-    """The advantages as numbers, where each sample has one; else as the stream ADVANTAGES, and None for each sample.
-    Raises ValueError as `check_advantages`."""
+    """The advantages as numbers, where each sample has one; else as the stream ADVANTAGES of all, and None for samples
+    whose tokens differ. Raises ValueError as `check_advantages`."""
     check_advantages(groups, advantages)
     if not any(isinstance(a, Tensor) for values in advantages for a in values):
         return groups, [[float(a) for a in values] for values in advantages]
@@ -80,4 +80,5 @@ def _held(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float | T
         ]
         for values, group in zip(advantages, groups, strict=True)
     ]
-    return with_streams(groups, ADVANTAGES, of_tokens), [[None] * len(g.samples) for g in groups]
+    numbers = [[None if isinstance(a, Tensor) else float(a) for a in values] for values in advantages]
+    return with_streams(groups, ADVANTAGES, of_tokens), numbers

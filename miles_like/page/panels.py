@@ -188,7 +188,7 @@ ALIGNMENT = (
         id="ratios",
         title="Ratio of trainer to rollout",
         unit="tokens of the kept samples, by rho; of the last step that has them",
-        missing="set train.token_logprobs_every, without rollout.workers",
+        missing="set train.token_logprobs_every",
         metrics={},
         kind="ratios",
     ),

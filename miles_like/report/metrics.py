@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from miles_like.records import SampleRecord
-from miles_like.types import ADVANTAGES, Finish, Sample, SampleGroup
+from miles_like.types import ADVANTAGES, TRAINER_LOGPROBS, Finish, Sample, SampleGroup
 
 RIGHT = 1.0  # the reward from which an answer counts as right
 
@@ -133,14 +133,17 @@ def write_rollouts(
     append: bool = False,
 ) -> None:
     """Write one readable JSON object per sample, for people and for the page; replaces the file unless `append`.
-    columns: further values of each sample of each group; empty: none. Advantages of tokens are written where they are a
-    stream of the sample."""
+    columns: further values of each sample of each group; empty: none. Advantages of tokens and the trainer's log-probs
+    are written where they are streams of the sample."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a" if append else "w", encoding="utf-8") as out:
         for group, more in zip(groups, columns or [[{}] * len(g.samples) for g in groups], strict=True):
             for sample, own in zip(group.samples, more, strict=True):
-                held = sample.streams.get(ADVANTAGES)
-                of_tokens = {} if held is None else {"advantages": held[sample.loss_mask].tolist()}
+                of_tokens = {
+                    name: own[name] if name in own else sample.streams[name][sample.loss_mask].tolist()
+                    for name in (ADVANTAGES, TRAINER_LOGPROBS)
+                    if name in sample.streams or name in own
+                }  # in this order wherever they are held
                 out.write(json.dumps({**readable(group, sample), **of_tokens, **own}, ensure_ascii=False) + "\n")
 
 

@@ -399,6 +399,7 @@ class TrainingRun(RunWithServers):
 
     def experience(self, packs: Packer, teachers: Scorer | None) -> Experience:
         c = self.config
+        held = self.values if isinstance(self.values, HeldValues) else None
         return Experience(
             algorithm=self.algorithm,
             packer=packs,
@@ -409,7 +410,7 @@ class TrainingRun(RunWithServers):
             values=self.values,
             mask_truncated=c.algorithm.parts.mask_truncated,
             shuffle_seed=c.seed if c.algorithm.parts.shuffle_advantages else None,
-            trainer_logprobs=trainer_logprobs(self.plan, self.trainer, packs),
+            trainer_logprobs=trainer_logprobs(self.plan, self.trainer, packs, held),
         )
 
     @property

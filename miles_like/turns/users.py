@@ -161,9 +161,11 @@ class TurnTrainer:
         async with self.turns.training():
             return await self.ranks.logprobs(batch, weights=weights, candidates=candidates)
 
-    async def held_logprobs(self, batch: PlannedBatch, *, weights: str | None = None) -> Mapping[int, Sequence[Any]]:
+    async def held_logprobs(
+        self, batch: PlannedBatch, *, weights: str | None = None, replay: bool = False
+    ) -> Mapping[int, Sequence[Any]]:
         async with self.turns.training():
-            return await self.ranks.held_logprobs(batch, weights=weights)
+            return await self.ranks.held_logprobs(batch, weights=weights, replay=replay)
 
     async def load_copy(self, name: str, path: Path) -> None:
         async with self.turns.training():

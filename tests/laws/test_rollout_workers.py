@@ -1,9 +1,9 @@
 """Law: where samples are made and held changes nothing that a run computes.
 
-With 0, 1 and 3 rollout workers a deterministic run has the same metrics, ledger, weights and optimizer state, byte for
-byte; a resumed run too, also one that resumes with another number of workers. The real loop, server, Megatron ranks and
-worker code; the workers are in the driver's process, which opens nothing that holds values of tokens except what these
-workers read from the servers. Over Ray: tests/e2e/test_workers_over_ray.py.
+With 0, 1 and 3 rollout workers a deterministic run has the same metrics, ledger, rollouts, weights and optimizer state,
+byte for byte; a resumed run too, also one that resumes with another number of workers. The real loop, server, Megatron
+ranks and worker code; the workers are in the driver's process, which opens nothing that holds values of tokens except
+what these workers read from the servers. Over Ray: tests/e2e/test_workers_over_ray.py.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ STEPS = (
     "checkpoint.every=1",
     "parallel.dp=2",
     "rollout.servers=2",
+    "train.token_logprobs_every=2",
 )
 
 
@@ -103,6 +104,7 @@ CASES: dict[str, tuple[str, ...]] = {
 )
 def test_any_number_of_workers_computes_the_same_bits(runs: Runs, case: str) -> None:
     alone = ran(runs, case, 0, *CASES[case])
+    assert '"trainer_logprobs": [' in (alone / "rollouts" / "step_2.jsonl").read_text()
     for workers in (1, 3):
         same_run(ran(runs, f"{case}, by {workers}", workers, *CASES[case]), alone)
 

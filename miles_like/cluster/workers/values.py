@@ -59,11 +59,18 @@ class HeldValues:
         return Pulled(portions, sum(sizes) if sizes else None)
 
     async def logprobs(
-        self, groups: Sequence[SampleGroup], batch: AnyBatch, ranks: Trainer, *, weights: str | None, stream: str
+        self,
+        groups: Sequence[SampleGroup],
+        batch: AnyBatch,
+        ranks: Trainer,
+        *,
+        weights: str | None,
+        stream: str,
+        replay: bool = False,
     ) -> Sequence[SampleGroup]:
         """As TokenValues. The values go from the ranks to the workers."""
         assert isinstance(batch, PlannedBatch), "of records"
-        found = await ranks.held_logprobs(batch, weights=weights)
+        found = await ranks.held_logprobs(batch, weights=weights, replay=replay)
         samples = [s for g in groups for s in g.samples]
         places: dict[int, dict[str, tuple[int, int]]] = {}
         for name, s in zip(names_of(samples), samples, strict=True):

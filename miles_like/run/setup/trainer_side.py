@@ -19,7 +19,7 @@ from miles_like.checkpoint.resume_check import resume_differences
 from miles_like.checkpoint.run_state import RunState
 from miles_like.checkpoint.writer import CONFIG, FILES, KEPT, RunCheckpoints
 from miles_like.config.load import store_config
-from miles_like.experience.token_columns import TrainerLogprobs
+from miles_like.experience.token_columns import HeldLogprobs, TrainerLogprobs
 from miles_like.limits.regular_files import replace_bytes
 from miles_like.page.words import TOKENIZER
 from miles_like.page.write import write_report
@@ -80,13 +80,18 @@ def speed_meter(plan: ModelPlan) -> SpeedMeter:
     )
 
 
-def trainer_logprobs(plan: ModelPlan, ranks: TrainerRanks, packs: Packer) -> TrainerLogprobs | None:
-    """What scores the tokens of every train.token_logprobs_every-th step; None where it is 0."""
+def trainer_logprobs(
+    plan: ModelPlan, ranks: TrainerRanks, packs: Packer, held: HeldLogprobs | None
+) -> TrainerLogprobs | None:
+    """What scores the tokens of every train.token_logprobs_every-th step; None where it is 0. held: as of
+    TrainerLogprobs."""
     c = plan.config
     if not (every := c.train.token_logprobs_every):
         return None
     replay = c.replay.mode == "r3"
-    return TrainerLogprobs(every=every, ranks=ranks, packer=packs, temperature=c.rollout.temperature, replay=replay)
+    return TrainerLogprobs(
+        every=every, ranks=ranks, packer=packs, temperature=c.rollout.temperature, replay=replay, held=held
+    )
 
 
 def _otlp(plan: ModelPlan) -> Export | None:

@@ -86,7 +86,10 @@ class Ranks:
     async def logprobs(self, batch: Any, *, weights: str | None = None) -> list[list[Tensor]]:
         return [[self._said(m, weights) for m in row] for row in batch.grid]
 
-    async def held_logprobs(self, batch: PlannedBatch, *, weights: str | None = None) -> Mapping[int, list[Any]]:
+    async def held_logprobs(
+        self, batch: PlannedBatch, *, weights: str | None = None, replay: bool = False
+    ) -> Mapping[int, list[Any]]:
+        assert not replay
         out: dict[int, list[Any]] = {}
         for row in await self._rows(batch):
             for name, x in unpack([row], [[self._said(m, weights) for m in row]]).items():
