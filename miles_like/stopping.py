@@ -189,22 +189,25 @@ def beside_loop(function: Callable[[], T]) -> T:
         return function()
     results: list[T] = []
     errors: list[BaseException] = []
+    ended = threading.Event()  # Thread.join, once interrupted, takes a thread that runs for one that has ended
 
     def call() -> None:
         try:
             results.append(function())
         except BaseException as e:  # SystemExit too: it would end the thread alone
             errors.append(e)
+        finally:
+            ended.set()
 
     thread = threading.Thread(target=call, name="miles_like", daemon=True)
     thread.start()
     try:
-        thread.join()
+        ended.wait()
     except KeyboardInterrupt:
         if (found := _running.get(thread.ident or 0)) is not None:
             loop, task = found
             loop.call_soon_threadsafe(task.cancel)
-        thread.join()
+        ended.wait()
         raise
     if errors:
         raise errors[0]

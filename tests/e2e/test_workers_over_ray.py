@@ -26,7 +26,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 @pytest.mark.parametrize("case", COLUMNS)
 def test_a_run_by_actors_is_the_run_without_workers(runs: Runs, miles_like: Run, case: str) -> None:
     alone, by_actors = runs.home / f"{case}, alone", runs.home / f"{case}, by actors"
-    given = ("parallel.dp=2", "rollout.servers=2", "train.steps=2", "eval.every=0", *COLUMNS[case])
+    given = (
+        "parallel.dp=2",
+        "rollout.servers=2",
+        "train.steps=2",
+        "eval.every=0",
+        "train.token_logprobs_every=1",
+        *COLUMNS[case],
+    )
     assert runs.run(alone, (*given, "rollout.workers=0")) == 0, tail(alone / "driver.log")
     own = ("rollout.workers=2", f"model.path={runs.home}/hf", "model.make=false", f"cache_dir={runs.home}/cache")
     words = [word for setting in (*QUICK, *given, *own) for word in ("--set", setting)]
