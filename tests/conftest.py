@@ -4,6 +4,7 @@ wheel (tests/support/installed.py), and the examples that hypothesis draws."""
 from __future__ import annotations
 
 import gc
+import platform
 import importlib.util
 import signal
 import sys
@@ -45,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    platform.processor()  # starts `uname` once: whichever test's library asked first would count as one with a process
     # imports make 1.5 million objects that stay: a quarter of the time of collecting tests was that of garbage
     gc.set_threshold(50_000, 20, 20)
     config.pluginmanager.register(RefusalSnapshot(config), "refusals")
