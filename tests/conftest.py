@@ -4,8 +4,8 @@ wheel (tests/support/installed.py), and the examples that hypothesis draws."""
 from __future__ import annotations
 
 import gc
-import platform
 import importlib.util
+import platform
 import signal
 import sys
 import threading
