@@ -20,7 +20,7 @@ from tests.fuzz.targets.run_dirs import base, contents
 
 CASES = 500
 FILES = (
-    *("metrics.jsonl", "ledger.jsonl", "rollouts/step_1.jsonl", "rollouts/step_3.jsonl", "config.toml", "alerts.jsonl"),
+    *("metrics.jsonl", "ledger.jsonl", "rollouts/step_1.jsonl", "rollouts/step_3.jsonl", "config.toml"),
     *("incidents/1.md", "evals/step_3.jsonl"),
 )
 OUTPUTS = ("report.html",)
@@ -28,6 +28,8 @@ SCRIPTS = 4  # elements of a page
 SECRET = "a secret of this machine"
 KEYS = (
     *("rollout/reward/mean", "eval/accuracy", "eval/loss", "train/entropy", "mismatch/kl", "routing/agreement"),
+    *("train/kl_ref", "rollout/zero_std_group_frac", "rollout/len/mean", "eval/m/avg@1", "eval/m/regression"),
+    *("perf/reward/p99_s", "async/staleness/mean", "rollout/reward/std", "rollback/to", "rollout/filtered_frac"),
     *("perf/rollout_s", "perf/step_s", "ledger/trained", "ledger/discarded", "wall_s", "tokens_total", "step"),
     *("eval/$x_{", "eval/<script>", "eval/\ud800", "eval/" + "a" * 9000),
 )
@@ -60,11 +62,9 @@ def forged_rows(rng: random.Random) -> str:
 
 
 def watched(run: Path) -> None:
-    """Adds what a run with evaluations and an alert writes."""
-    alert = {"step": 2, "alert": "kl_spike", "value": 0.5, "threshold": 0.1, "action": "log"}
+    """Adds what a run with evaluations and an incident writes."""
     answer = {"set": "m", "mode": "greedy", "prompt_id": "p", "index": 0, "reward": 1.0}
     for name, text in {
-        "alerts.jsonl": json.dumps(alert) + "\n",
         "incidents/1.md": "# 1",
         "evals/step_3.jsonl": "".join(json.dumps(answer | {"prompt_id": p}) + "\n" for p in "ab"),
     }.items():

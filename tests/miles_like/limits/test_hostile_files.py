@@ -230,7 +230,7 @@ def test_files_of_a_forged_state_stay_in_the_folder(tmp_path: Path, outside: Pat
 @pytest.mark.parametrize(
     "name",
     [
-        *("config.toml", "ledger.jsonl", "metrics.jsonl", "rollouts/step_1.jsonl", "starts.jsonl", "alerts.jsonl"),
+        *("config.toml", "ledger.jsonl", "metrics.jsonl", "rollouts/step_1.jsonl", "starts.jsonl"),
         *("incidents/1.md", "evals/step_1.jsonl", "tokenizer.json"),
     ],
 )
