@@ -7,10 +7,11 @@ same round: httpx's own transport, orjson, the standard library's base64 and a n
 Each figure is the median over the rounds; the first round does not count.
 
 With rollout workers (data_plane_workers.py): the processor time of the driver's thread for a sample, which must not
-grow with its length, that of Ray's threads beside it, that of a worker with its store, and memory. Samples of one and
-of two workers in the same time: on two cores the servers work beside two workers, not beside one, and send what these
-read. So a further figure is the processor time of a sample in each of two workers over that in one alone, which shows
-what they share: 1.11 is 1.8 times the samples where each has a separate core.
+grow with its length where as many samples come in a second (a thread that was woken after a longer wait has colder
+caches), that of Ray's threads beside it, that of a worker with its store, and memory. Samples of one and of two workers
+in the same time: on two cores the servers work beside two workers, not beside one, and send what these read. So a
+further figure is the processor time of a sample in each of two workers over that in one alone, which shows what they
+share: 1.11 is 1.8 times the samples where each has a separate core.
 Extrapolated, not measured: what a step of 16,384 samples of 32k tokens asks of workers and driver beside the 134 s that
 DeepSeek-V3 takes to train it. scaling.py has rounds of up to 2,048 groups.
 
@@ -30,7 +31,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ import httpx
 import numpy as np
 import orjson
 import torch
-from data_plane_workers import Replayed, with_workers
+from data_plane_workers import Measured, Replayed, with_workers
 from figures import add_write, finish
 
 from miles_like.nodes.session import start_ray, stop_ray
@@ -173,33 +174,40 @@ def written(reply: Recorded, tokens: int) -> float:
     return (reply.nbytes + 2 * rest + routes + values * len(SHAPE.moe_layers)) / reply.nbytes
 
 
+def rounds_of(tokens: int, workers: int, rounds: int, every_s: float = 0.0) -> list[Measured]:
+    """Without the first round."""
+    with contextlib.ExitStack() as servers, tempfile.TemporaryDirectory() as logs:
+        urls = [servers.enter_context(replayed(recorded(tokens))) for _ in range(workers)]
+        recipe = Replayed(SHAPE, VOCABULARY, tokens, every_s)
+        groups = [GROUPS * workers] * rounds
+        return with_workers(urls, recipe, range(PROMPT), groups=groups, logs=Path(logs))[1:]
+
+
+def median_of(found: Sequence[Measured], figure: Callable[[Measured], float]) -> float:
+    return statistics.median(map(figure, found))
+
+
 def of_workers(*, quick: bool) -> dict[str, float]:
-    """Medians without the first round."""
-    out, rounds = dict[str, float](), 2 if quick else 9
+    """Medians over the rounds."""
+    out, rounds, wall = dict[str, float](), 2 if quick else 9, dict[str, float]()
     start_ray(None)
     try:
         for name, tokens in SIZES.items():
-            for workers in (1, 2) if name == "8k" else (1,):
-                groups = GROUPS * workers
-                with contextlib.ExitStack() as servers, tempfile.TemporaryDirectory() as logs:
-                    urls = [servers.enter_context(replayed(recorded(tokens))) for _ in range(workers)]
-                    recipe = Replayed(SHAPE, VOCABULARY, tokens)
-                    found = with_workers(urls, recipe, range(PROMPT), groups=[groups] * rounds, logs=Path(logs))[1:]
-                wall = statistics.median(one.wall_s for one in found)
-                worked = statistics.median(one.worker_s for one in found) * 1e3
-                if workers == 2:
-                    out["two_workers_of_one"] = out.pop("wall_8k_s") / wall
-                    out["worker_of_two_8k_of_one"] = worked / out["worker_8k_ms"]
-                    continue
-                out[f"worker_{name}_ms"] = worked
-                out[f"driver_{name}_ms"] = statistics.median(one.driver_s for one in found) * 1e3
-                out[f"worker_{name}_tokens_s"] = tokens / wall
-                out[f"memory_{name}_mib"] = statistics.median(one.memory for one in found) / (1 << 20)
-                out["ray_threads_of_core"] = statistics.median(one.ray_s / one.wall_s for one in found)
-                out |= {"wall_8k_s": wall} if name == "8k" else {}
+            found = rounds_of(tokens, 1, rounds)
+            wall[name] = median_of(found, lambda one: one.wall_s)
+            out[f"worker_{name}_ms"] = median_of(found, lambda one: one.worker_s) * 1e3
+            out[f"driver_{name}_ms"] = median_of(found, lambda one: one.driver_s) * 1e3
+            out[f"worker_{name}_tokens_s"] = tokens / wall[name]
+            out[f"memory_{name}_mib"] = median_of(found, lambda one: one.memory) / (1 << 20)
+            out["ray_threads_of_core"] = median_of(found, lambda one: one.ray_s / one.wall_s)
+        found = rounds_of(SIZES["8k"], 2, rounds)
+        out["two_workers_of_one"] = wall["8k"] / median_of(found, lambda one: one.wall_s)
+        out["worker_of_two_8k_of_one"] = median_of(found, lambda one: one.worker_s) * 1e3 / out["worker_8k_ms"]
+        found = rounds_of(SIZES["1k"], 1, rounds, every_s=wall["32k"])
+        out["driver_1k_at_rate_ms"] = median_of(found, lambda one: one.driver_s) * 1e3
     finally:
         stop_ray()
-    out["driver_32k_of_1k"] = out["driver_32k_ms"] / out["driver_1k_ms"]
+    out["driver_32k_of_1k"] = out["driver_32k_ms"] / out["driver_1k_at_rate_ms"]
     return out
 
 

@@ -46,17 +46,18 @@ G = 4  # samples a group
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a worker samples with: every sample is the server's one reply."""
+    """What a worker samples with: every sample is the server's one reply. every_s: the least time of a sample."""
 
     shape: RoutingShape
     vocabulary: int
     tokens: int
+    every_s: float = 0.0
 
     def __call__(self, urls: Sequence[str]) -> Sampling:
         client = SGLangClient(
             urls[0], routing=self.shape, vocabulary=self.vocabulary, request_timeout_s=600.0, samples_from="client"
         )
-        sampler: Any = _Sampler(client, SamplingParams(max_new_tokens=self.tokens))
+        sampler: Any = _Sampler(client, SamplingParams(max_new_tokens=self.tokens), self.every_s)
         return Sampling(
             sampler=sampler,
             partial=sampler,
@@ -72,13 +73,16 @@ class Replayed:
 class _Sampler:
     client: SGLangClient
     params: SamplingParams
+    every_s: float
 
     async def groups(
         self, round_index: int, prompts: Sequence[Prompt]
     ) -> AsyncGenerator[tuple[int, SampleGroup], None]:
         for place, prompt in enumerate(prompts):
+            due = time.perf_counter() + G * self.every_s
             made = [(await self.client.generate([prompt], n=1, params=self.params))[0] for _ in range(G)]
             samples = tuple(replace(g.samples[0], index=i, reward=float(i % 2)) for i, g in enumerate(made))
+            await asyncio.sleep(due - time.perf_counter())
             yield place, SampleGroup(prompt=prompt, samples=samples)
 
     @asynccontextmanager
