@@ -55,5 +55,5 @@ def test_a_run_that_loses_a_node_goes_on_with_fewer_rows(home: Path, monkeypatch
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert before < len(rows) == 9 and [row["step"] for row in rows] == list(range(9))
     assert [row["perf/rebuilds"] for row in rows if "perf/rebuilds" in row] == [1.0]
-    assert "parallel.dp = 1 (was 2)" in " ".join(out.split()) and "its node is lost" in " ".join(out.split())
+    assert "node 1 is lost: the trainer goes on with parallel.dp = 1 (was 2)" in " ".join(out.split())
     assert audit(run_dir / "ledger.jsonl").wrong is None
