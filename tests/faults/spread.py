@@ -31,8 +31,8 @@ from tests.support import kill_points
 from tests.support.local_run import QUICK, TINY, Runs
 from tests.support.namespaces import Cluster, nodes
 
-RUN_S = 600.0  # limit of a run
-CALL_S = 150.0  # cluster.timeout_s
+RUN_S = 300.0  # limit of a run
+CALL_S = 45.0  # cluster.timeout_s
 SETTINGS = (
     *QUICK,
     "parallel.dp=2",
