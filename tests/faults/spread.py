@@ -94,12 +94,14 @@ def armed(environment: Any) -> Cell | None:
 def command() -> None:
     """`miles-like` with the words of the command line after it, with ranks that strike."""
     from miles_like.cli import main
+    from miles_like.loop import feed
     from miles_like.report.progress import PhaseBar
 
     vars(trainer_ranks).update(_Rank=StruckRank)
     cell = armed(os.environ)
     if cell is not None and cell.moment == "generating":
         plain_groups = PhaseBar.groups
+        feed.SHOWN_EVERY_S = 0.02  # a rollout of this model is over before it is shown once
 
         def groups(self: PhaseBar, complete: int, needed: int) -> None:
             plain_groups(self, complete, needed)
