@@ -9,12 +9,17 @@ on_term() { # the run saves and ends; a second signal would end it without savin
 }
 trap on_term TERM
 
-# Ray on one node until SIGUSR1. Slurm may send SIGTERM to the steps alone: before a preemption. Then the task beside the
-# batch script passes it on; Ray has a separate session.
+# Ray on one node until SIGUSR1. Slurm may send SIGTERM to the steps alone, to each of their processes: before a
+# preemption. The task beside the batch script passes it on; Ray, and all that it starts, must live until the run has
+# saved, so SIGTERM is blocked there. SIGINT ends Ray; bash lets its jobs ignore it, until Python takes that back.
 ray_task() {
-  local ray="" tries=0
+  local ray="" tries=0 look
+  local blocked='import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])'
   stopped=""
-  trap 'stopped=yes; [ -z "$ray" ] || kill -TERM "$ray" 2>/dev/null' USR1
+  trap 'stopped=yes; [ -z "$ray" ] || kill -INT "$ray" 2>/dev/null' USR1
   trap '[ "$SLURM_PROCID" != 0 ] || kill -TERM "$BATCH"' TERM
   if [ "$SLURM_PROCID" = 0 ]; then
     start_words head
@@ -23,10 +28,16 @@ ray_task() {
     start_words node
   fi
   while [ -z "$stopped" ]; do
-    setsid "${START[@]}" --block &
+    setsid python -c "$blocked" "${START[@]}" --block &
     ray=$!
-    [ -z "$stopped" ] || kill -TERM "$ray"
-    while kill -0 "$ray" 2>/dev/null; do wait "$ray"; done
+    while kill -0 "$ray" 2>/dev/null; do
+      if [ -z "$stopped" ]; then
+        wait "$ray"
+      else # then again, in case that it was still ignored
+        for ((look = 0; look < 100; look++)); do kill -0 "$ray" 2>/dev/null && sleep 0.1; done
+        kill -INT "$ray" 2>/dev/null
+      fi
+    done
     # Ray gives a node 30 s to join, of which a busy machine may need more
     tries=$((tries + 1))
     if [ -z "$stopped" ] && { [ "$tries" -ge 3 ] || [ "$SECONDS" -gt "$JOIN_S" ]; }; then fail "Ray ended on $(hostname)"; fi

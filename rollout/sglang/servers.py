@@ -144,10 +144,13 @@ class ServerHandle:
 
     def stop(self, grace_s: float = 10.0) -> None:
         """Send SIGTERM to the process group and SIGKILL after `grace_s` seconds; return when all its processes have
-        ended, and with them their memory and ports. Does nothing if it was stopped before."""
+        ended, and with them their memory and ports. Does nothing if it was stopped before. Where this process blocks
+        SIGTERM, as under Slurm (miles_like/launch/slurm.sh), the server does too: SIGKILL is sent at once."""
         self._remove_key_file()
         if self._process.returncode is not None:
             return
+        if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+            grace_s = 0.0
         if self.alive():
             os.killpg(self.pid, signal.SIGTERM)
         deadline = time.monotonic() + grace_s
