@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from miles_like.nodes.members import cluster_gist
 from miles_like.nodes.stacks import Stacks, read_stacks
 
 _DEATH_IS_KNOWN_S = 10.0  # time limit for Ray to report a dead process; takes 1 s on an idle machine
+_NODE_IS_LOST_S = 40.0  # and for a dead node, after five of its checks, 3 s apart; 15 to 20 s on an idle machine
+_OF_A_PEER = re.compile(r"connection|broken pipe|ncclRemoteError", re.IGNORECASE)  # in errors of gloo and NCCL
 _SLICE_S = 5.0
 _STACKS_S = 60.0  # time limit for a task on each node to start and to see the stacks written
 
@@ -83,9 +86,9 @@ def get_result(ref: ray.ObjectRef[Any], actor: str, timeout_s: float) -> Any:
 async def root_cause(error: RayError, answers: Sequence[asyncio.Future[Any]]) -> RayError:
     """The death of a worker, if there was one, in place of another rank's error about the lost connection, which may
     arrive first."""
-    if not (isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError)):
+    if not (limit := _limit_s(error)):
         return error
-    deadline, waiting = time.monotonic() + _DEATH_IS_KNOWN_S, set(answers)
+    deadline, waiting = time.monotonic() + limit, set(answers)
     while waiting and (left := deadline - time.monotonic()) > 0:
         done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         for answer in done:
@@ -94,11 +97,18 @@ async def root_cause(error: RayError, answers: Sequence[asyncio.Future[Any]]) ->
     return error
 
 
+def _limit_s(error: RayError) -> float:
+    """How long the death of another worker may still become known; 0: it is not the cause."""
+    if not (isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError)):
+        return 0.0
+    return _NODE_IS_LOST_S if _OF_A_PEER.search(str(error.cause)) else _DEATH_IS_KNOWN_S
+
+
 def first_cause(number: int, error: RayError, refs: Sequence[ray.ObjectRef[Any]]) -> tuple[int, RayError]:
     """As `root_cause`, without an event loop: (number of the call, its error). number: of the call that has failed."""
-    if not (isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError)):
+    if not (limit := _limit_s(error)):
         return number, error
-    deadline, waiting = time.monotonic() + _DEATH_IS_KNOWN_S, list(refs)
+    deadline, waiting = time.monotonic() + limit, list(refs)
     while waiting and (left := deadline - time.monotonic()) > 0:
         done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
         for ref in done:
