@@ -34,7 +34,7 @@ pytestmark = pytest.mark.long(beside="tests/cluster/test_spread_run.py")
 
 NODES, DRIVER, LOST, NETWORK = 4, 3, 1, 1
 LAYERS = 2
-SETTINGS = (*QUICK, "precision.format=fp8", "precision.qat=true", "parallel.dp=1", "parallel.tp=2", "parallel.ep=2")
+SETTINGS = (*QUICK, "parallel.dp=1", "parallel.tp=2", "parallel.ep=2")
 FOUR = (*SETTINGS, "parallel.pp=2", "train.steps=2")
 THREE = (*SETTINGS, "parallel.pp=1", "train.steps=4")
 POOLS = {  # numbers of the run's nodes
