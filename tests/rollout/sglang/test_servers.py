@@ -22,6 +22,7 @@ from rollout.sglang.http_replies import RolloutError
 from rollout.sglang.ports import free_port
 from rollout.sglang.servers import ServerHandle, ServerLaunch, check_port, embedded_command, sglang_command
 from rollout.sglang.startup import launch_server
+from tests.fuzz.pool import watchdog
 from tests.support.chosen import later
 from tests.support.fakes import wait_until
 from tests.support.refusals import Facts, refuses
@@ -81,6 +82,21 @@ def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     (child,) = children(server.pid)
     server.stop(grace_s=0.3)
     assert wait_until(lambda: gone(child)) and not server.alive()
+
+
+def test_a_server_that_sigterm_does_not_reach_is_killed_at_once(tmp_path: Path) -> None:
+    """Under Slurm it is blocked in all that Ray starts, so that a run is saved before its servers end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        server = start(tmp_path, HTTP)
+        server.await_ready(20)
+        os.killpg(server.pid, signal.SIGTERM)
+        assert server.alive()
+        with watchdog(60):
+            server.stop(grace_s=600.0)
+        assert not servers.living(server.pid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_a_stopped_server_has_no_process_left_when_stop_returns(
