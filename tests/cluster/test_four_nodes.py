@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_bridge.convert.to_megatron import to_megatron
+from miles_like.pipeline.dequantize import dequantize_checkpoint
 from miles_like.pipeline.first_layers import write_first_layers
 from miles_like.pipeline.rollout_checkpoint import store_served
 from quant.spec import QuantFormat, QuantSpec
@@ -69,13 +70,14 @@ def runs(work: Path) -> Iterator[Runs]:
 
 
 def make_models(home: Path) -> None:
-    """`home`/whole, with a layer more; of its first layers `home`/hf and, by one process, `home`/megatron."""
+    """`home`/whole, in FP8 and with a layer more; of its first layers, in BF16, `home`/hf and `home`/megatron."""
     hf = tiny(**SMALL_MODEL | {"num_hidden_layers": LAYERS + 1})
     write_checkpoint(home / "bf16", hf, random_tensors(hf))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy2(TINY.parent / "tiny" / name, home / "bf16" / name)
     store_served(home / "bf16", home / "whole", QuantSpec.of(QuantFormat.FP8))
-    write_first_layers(home / "whole", home / "hf", LAYERS)
+    write_first_layers(home / "whole", home / "fp8", LAYERS)
+    dequantize_checkpoint(home / "fp8", home / "hf")
     to_megatron(home / "hf", home / "megatron")
 
 
