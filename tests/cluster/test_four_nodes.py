@@ -109,7 +109,7 @@ def launch(cluster: Cluster, run_dir: Path, settings: tuple[str, ...], *more: st
     done = cluster[DRIVER].run(
         [sys.executable, "-c", "from tests.support.spread_run import command; command()", *train],
         check=False,
-        env={"COLUMNS": "200"},
+        env={"COLUMNS": "200", spread_run.UNIT_BYTES: "60000"},  # some for each node
         timeout_s=900.0,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

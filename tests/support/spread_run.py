@@ -26,6 +26,7 @@ from rollout.sglang.client import SGLangClient
 from rollout.sglang.servers import ServerLaunch
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+UNIT_BYTES = "UNIT_BYTES"  # variable of the command: of the files that a conversion writes
 DISK = "NODE_DISK"  # environment variable of a run's processes: the directory that is a separate disk on each node
 
 
@@ -70,10 +71,13 @@ class SeenServer(rollout_servers._Server):
 
 def command() -> None:
     """`miles-like train` with the words of the command line after it, with ranks and servers that are seen."""
+    from megatron_bridge.convert import to_megatron
     from miles_like.cli import app
 
     vars(trainer_ranks).update(_Rank=SeenRank)
     vars(rollout_servers).update(_Server=SeenServer)
+    if size := os.environ.get(UNIT_BYTES):
+        to_megatron.convert_source.__kwdefaults__["unit_bytes"] = int(size)
     app(sys.argv[1:])
 
 
