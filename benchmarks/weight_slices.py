@@ -6,17 +6,21 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+from figures import ROOT
 
 from rollout.config import PublishConfig
 from rollout.publish.publication import PublishTarget
 from rollout.wire import endpoints
 from rollout.wire.flat import dtype_of
 from rollout.wire.reshard.requests import LayoutReply
+
+sys.path.insert(0, str(ROOT))  # servers and ranks as processes of this machine are the tests' ones
 from tests.support.embedded_processes import server_processes
 from tests.support.resharded import trainer_ranks
 from tests.support.tiny_models import random_tensors, tiny_qwen, write_checkpoint
