@@ -32,11 +32,11 @@ def step_lines(run_dir: Path) -> list[str]:
     lines = [f"A step takes {_seconds(total)} (mean of the last {steps} steps but the first):"]
     lines += [_line(share, total) for share in found]
     if not traced:
-        how = "" if estimated is None else "; `longest samples` is estimated from the lengths of answers"
-        lines.append(
-            f"The run was not traced: `sampling` includes rewards, the driver and waits between phases{how}. Continue "
-            "it with --resume --set trace.on=true to measure them"
-        )
+        part = "`training` includes ranks that wait, and packing waste"
+        if any("perf/rollout_s" in row for row in rows):
+            how = "" if estimated is None else "; `longest samples` is estimated from the lengths of answers"
+            part = f"`sampling` includes rewards, the driver and waits between phases{how}"
+        lines.append(f"The run was not traced: {part}. Continue it with --resume --set trace.on=true to measure them")
     return lines
 
 

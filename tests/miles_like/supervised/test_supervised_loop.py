@@ -20,6 +20,7 @@ def test_held_out_examples_are_evaluated_on_the_interval_and_never_with_zero(eve
         return StepReport(metrics={"train/loss": 1.0}, version=0)
 
     async def evaluate(batch: Any) -> dict[str, float]:
+        await asyncio.sleep(0.2)
         return {"train/loss": 2.0}
 
     async def batches_of(examples: Any) -> Any:
@@ -50,3 +51,4 @@ def test_held_out_examples_are_evaluated_on_the_interval_and_never_with_zero(eve
     assert asyncio.run(loop.run(first=0, steps=3)) == 3
     assert [step for step, row in rows.items() if "eval/held/loss" in row] == evaluated
     assert 100.0 <= rows[3]["wall_s"] < 200.0
+    assert all(row["perf/train_s"] <= row["perf/step_s"] < 0.2 for row in list(rows.values())[-3:])
