@@ -143,7 +143,8 @@ RULES = {
     "miles_like.report.trackers": "miles_like.limits miles_like.variables miles_like.config.sections.watched"
     " miles_like.alerts miles_like.report",
     # a run for people: in a browser, and in a terminal
-    "miles_like.page": f"{CONTRACTS} miles_like.checkpoint miles_like.config.sections miles_like.report",
+    "miles_like.page": f"{CONTRACTS} miles_like.alerts miles_like.checkpoint miles_like.config.sections"
+    " miles_like.report",
     "miles_like.datasets": f"{CONTRACTS} rollout.prompts miles_like.config miles_like.rewards miles_like.storage",
     "miles_like.datasets.sampled": "miles_like.algorithms miles_like.datasets",
     # miles_like: the loop and the processes
