@@ -43,10 +43,12 @@ from rich.table import Table
 from miles_like.alerts.watch import Watch
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
+from miles_like.config.sections.watched.alerts import AlertsConfig
 from miles_like.nodes.session import start_ray
 from miles_like.page.live_run import LiveRun
 from miles_like.page.server import POLL_S
 from miles_like.page.write import write_report
+from miles_like.protocols import MetricSink
 from miles_like.report.aliases import Aliased
 from miles_like.report.rows import read_metrics
 from miles_like.report.sinks import JsonlSink, MultiSink, TensorboardSink
@@ -59,10 +61,8 @@ from miles_like.run.train import train
 
 GOALS = {"row_share_max": 0.01, "beside_share_max": 0.10}
 WARM = 3
-ALERTS = ("kl_spike", "entropy_collapse", "reward_hacking", "reward_latency", "policy_lag", "dead_groups")
-ALERTS += ("length_drift", "stall", "eval_regression")
 USED = ("wandb", "trackio")
-PLAIN = [f"alerts.{name}.action='off'" for name in ALERTS]
+PLAIN = [f"alerts.{name}.action='off'" for name, _ in AlertsConfig().rules()]
 SHOWN = [
     "report.aliases=['verl','slime']",
     f"trackers.use={list(USED)}",
@@ -124,10 +124,10 @@ def row_s(run_dir: Path, config: RunConfig, home: Path) -> float:
     """Of a row of the run in the driver, as `RunFiles.sink` writes it."""
     trackers = Trackers(config.trackers, run_dir, print)
     trackers._processes = dict.fromkeys(USED, Alive())  # type: ignore[arg-type]
-    watch = Watch(config=config.alerts, run="a", say=print, ordered=print, lost=print)
+    watch = Watch(config=config.alerts, run="a", say=lambda event: None, ordered=print, lost=print)
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "perf/step_s" in row]
     known = set.intersection(*map(set, rows)) - {"step"}
-    sinks = [JsonlSink(home / "again.jsonl"), TensorboardSink(home / "tensorboard"), trackers]
+    sinks: list[MetricSink] = [JsonlSink(home / "again.jsonl"), TensorboardSink(home / "tensorboard"), trackers]
     sink = MultiSink([Aliased(MultiSink(sinks), config.report.aliases), watch])
     began = time.process_time()
     for number, row in enumerate(rows, 1):
