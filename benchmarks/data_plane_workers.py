@@ -105,8 +105,8 @@ class Rank:
             real = torch.ones(len(trace), dtype=torch.bool)
             for layer in range(len(trace.layers)):
                 recorded = trace.experts[:, layer]
-                counts = RouteCounts(*count_routes(recorded.roll(1, 0), recorded, real, trace.num_experts).tolist())
-                compared += int(counts.rows)
+                counts, _ = count_routes(recorded.roll(1, 0), recorded, real, trace.num_experts)
+                compared += int(RouteCounts(*counts.tolist()).rows)
         return compared
 
 

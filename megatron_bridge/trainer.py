@@ -178,16 +178,20 @@ class MegatronTrainer:
             refs, olds = self._reference_logprobs(shards), self._old_policies(shards)
         found: list[Stats] = []
         checked = [dict(old.agreement) for old in olds if old is not None]
+        agreement = [old.samples for old in olds if old is not None]
         if checked:
             self._check_routes(combine(checked), f"step {version}")
         for i, (shard, n, ref, old) in enumerate(zip(shards, loss_tokens, refs, olds, strict=True)):
             where = f"step {version}" + (f" (optimizer step {i + 1} of {len(shards)})" if len(shards) > 1 else "")
             lr = learning_rate(self.config.optimizer, self.steps_done)
             found.append(self._update(partial(self._step.stats, shard, n, refs=ref, old=old), lr, where, not checked))
+            if not checked:
+                agreement.append(self._step.replay.agreement())
         found += checked
         if (every := self.config.reference_every) and version % every == 0:
             self.copies.keep(REFERENCE)
-        return StepReport(version=version, metrics=values(combine(found)) | {"train/lr": lr} | parts_by_kernels())
+        metrics = values(combine(found)) | {"train/lr": lr} | parts_by_kernels()
+        return StepReport(version=version, metrics=metrics, agreement=agreement)
 
     def _update(self, run: Callable[[], Stats], lr: float, where: str, check: bool) -> Stats:
         """One optimizer step on the gradients that `run` accumulates; returns its statistics and the optimizer's.

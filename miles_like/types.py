@@ -130,6 +130,7 @@ TAUGHT = "taught"  # stream: 1 where a teacher scored the token, else 0
 VALUES = "values"  # stream: the critic's value estimate before the token was chosen
 ADVANTAGES = "advantages"  # stream: of tokens, where they are not one number a sample
 TRAINER_LOGPROBS = "trainer_logprobs"  # stream: of train.token_logprobs_every, only to be written
+AGREEMENT = "routing_agreement"  # of a written sample: SharedExperts as a share
 RETURNS = "returns"  # stream: the critic's training targets
 GREEDY = "greedy"  # need of an algorithm: the first sample of each group is greedy, and is not trained on
 ANSWER = "answer"  # stream: 1 at the tokens of the answer, 0 at those of the prompt
@@ -347,12 +348,22 @@ class LossInputs:
 LossOutput: TypeAlias = tuple[Tensor, Mapping[str, Stat]]
 
 
+class SharedExperts(NamedTuple):
+    """Experts of a sample's recorded routes, over its tokens and MoE layers."""
+
+    shared: int  # those that the trainer's routers choose too
+    recorded: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """Metrics of the optimizer steps of one rollout, reduced over all ranks."""
 
     version: int  # weight version after these steps
     metrics: Mapping[str, float]
+    # of each optimizer step: sample, by its name in the batch -> its routes, by the first forward of the rollout; of a
+    # rank its own rows and layers. Samples without recorded routes or without a loss have none
+    agreement: Sequence[Mapping[str, SharedExperts]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

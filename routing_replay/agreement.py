@@ -50,8 +50,9 @@ class RouteCounts(NamedTuple):
     shared_with_neighbour: float  # experts common to the choice of one row of a pair and the record of the other
 
 
-def count_routes(chosen: Tensor, recorded: Tensor, real: Tensor, num_experts: int) -> Tensor:
-    """[5] int64, the fields of `RouteCounts`, on the device of the arguments and without a synchronization.
+def count_routes(chosen: Tensor, recorded: Tensor, real: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """([5] int64, the fields of `RouteCounts`; [rows] int32, the experts common to both sides of each row), on the
+    device of the arguments and without a synchronization.
 
     chosen, recorded: [rows, K] ids in 0..E-1, of any integer dtype; real: [rows] bool, false for padding, which is not
     counted. Raises ValueError when the shapes differ.
@@ -60,9 +61,9 @@ def count_routes(chosen: Tensor, recorded: Tensor, real: Tensor, num_experts: in
     ids = recorded.to(torch.int64)
     hot = torch.zeros(len(chosen), num_experts, dtype=torch.uint8, device=chosen.device)
     hot.scatter_(1, chosen.to(torch.int64), 1)
-    shared = (hot.gather(1, ids).sum(1) * real).sum()
+    shared = hot.gather(1, ids).sum(1, dtype=torch.int32) * real
     # both neighbours: where rows are shifted, one of them holds the row's own routes and raises the bound
     pairs = real[1:] & real[:-1]
     before = (hot[1:].gather(1, ids[:-1]).sum(1) * pairs).sum()
     after = (hot[:-1].gather(1, ids[1:]).sum(1) * pairs).sum()
-    return torch.stack([real.sum(), same.sum(), shared, 2 * pairs.sum(), before + after])
+    return torch.stack([real.sum(), same.sum(), shared.sum(), 2 * pairs.sum(), before + after]), shared

@@ -139,8 +139,9 @@ RULES = {
     # what each process has recorded, as files for each window of steps
     "miles_like.report.traces": "miles_like.limits miles_like.spans miles_like.config.sections.watched",
     # a process beside a run for each tracker
+    # of the alerts the key of a row with which a run went back
     "miles_like.report.trackers": "miles_like.limits miles_like.variables miles_like.config.sections.watched"
-    " miles_like.report",
+    " miles_like.alerts miles_like.report",
     # a run for people: in a browser, and in a terminal
     "miles_like.page": f"{CONTRACTS} miles_like.alerts miles_like.checkpoint miles_like.config.sections"
     " miles_like.report",

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_bridge.config import ReplayConfig
 from megatron_bridge.model.build import every_router, routers
 from megatron_bridge.step.shard import Shard
+from miles_like.types import SharedExperts
 from routing_replay.agreement import count_routes
 from routing_replay.replay import RecordedRoutes, RoutingRecorder, RoutingReplayer
 from routing_replay.trace import RoutingTrace
@@ -85,6 +86,8 @@ class RoutingReplay:
         self._micro, self._in_backward = -1, False
         # counted on the device: reading them in each layer would synchronize each time
         self.counts: dict[int, Tensor] = {}  # layer -> sum of `count_routes` over all micro-batches
+        # micro-batch -> [rows] experts common to the routers' choice and the record, and the layers that they are of
+        self.shared: dict[int, tuple[Tensor, int]] = {}
         self.replayed: Tensor | int = 0
         self.routed: Tensor | int = 0
 
@@ -156,6 +159,24 @@ class RoutingReplay:
         if self._replayer is not None:
             self._replayer.assert_drained()
 
+    def agreement(self) -> dict[str, SharedExperts]:
+        """Of each sample of the last pass, over this rank's rows of it and its layers. One synchronization."""
+        if not self.shared:
+            return {}
+        micros = sorted(self.shared)
+        rows = [self.shared[micro][0] for micro in micros]
+        out: dict[str, SharedExperts] = {}
+        for micro, shared in zip(micros, torch.cat(rows).cpu().split([len(x) for x in rows]), strict=True):
+            fed, layers = self._shards[micro].fed, self.shared[micro][1]
+            real = fed.tokens >= 0
+            of = torch.searchsorted(fed.ends[1:].long(), fed.tokens[real], right=True)
+            counts = torch.bincount(of, minlength=len(fed.samples)) * layers * self._top_k
+            sums = torch.zeros_like(counts).index_add_(0, of, shared[real].long())
+            for name, common, n in zip(fed.samples, sums.tolist(), counts.tolist(), strict=False):
+                if name and n:
+                    out[name] = SharedExperts(common, n)
+        return out
+
     def recorded(self) -> list[RecordedRoutes]:
         """The routes of each micro-batch that a pass with source "record" recorded. Raises ValueError unless every
         (micro-batch, layer) was recorded once."""
@@ -200,8 +221,10 @@ class RoutingReplay:
         if replayed is None and shard.routing is not None:
             replayed = shard.routing.experts[:, shard.routing.layers.index(layer)]
         if replayed is not None:
-            found = count_routes(chosen, replayed, shard.real, self._experts)
+            found, shared = count_routes(chosen, replayed, shard.real, self._experts)
             self.counts[layer] = found if layer not in self.counts else self.counts[layer] + found
+            before, layers = self.shared.get(self._micro, (None, 0))
+            self.shared[self._micro] = shared if before is None else before + shared, layers + 1
 
 
 def _recorded_trace(micro: int, shard: Shard, own: RecordedRoutes) -> RoutingTrace:

@@ -31,7 +31,7 @@ from megatron_bridge.step.routing_check import COVERAGE, agreement_stats
 from megatron_bridge.step.shard import Shard, gather_tokens, shard
 from megatron_bridge.step.stats import Stats, reduce_stats, values
 from miles_like.protocols import LossFn
-from miles_like.types import LossInputs, MicroBatch, Scored, Stat
+from miles_like.types import LossInputs, MicroBatch, Scored, SharedExperts, Stat
 from routing_replay.agreement import RouteCounts
 from routing_replay.align import ShardSpec
 from routing_replay.replay import RecordedRoutes
@@ -47,6 +47,7 @@ class OldPolicy:
     logprobs: Sequence[Tensor]  # [T] fp32 per micro-batch: of labels with loss, 0 elsewhere
     routes: Sequence[RecordedRoutes] | None  # per micro-batch, of this rank's rows and layers: what r2 replays
     agreement: Mapping[str, Stat]  # of the routers' own choice with the rollout's, over all ranks: routing_check.py
+    samples: Mapping[str, SharedExperts]  # the same of each sample, of this rank
 
 
 class Step:
@@ -155,7 +156,7 @@ class Step:
         logprobs = self._pass_logprobs(self._shards(batches, forward_only=True, source="record" if record else "mode"))
         routes = self.replay.recorded() if record else None
         own = {k: stat for k, stat in self._routing(updated=False).items() if k != COVERAGE}
-        return OldPolicy(logprobs=logprobs, routes=routes, agreement=own)
+        return OldPolicy(logprobs=logprobs, routes=routes, agreement=own, samples=self.replay.agreement())
 
     def _pass_logprobs(self, shards: list[Shard]) -> list[Tensor]:
         found: list[Tensor] = self._schedule(shards, self._label_logprobs, forward_only=True)

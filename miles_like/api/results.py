@@ -87,9 +87,9 @@ def _samples(path: Path) -> list[dict[str, Any]]:
 @from_python
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file, one a line."""
-    from miles_like.limits.regular_files import read_text
+    from miles_like.limits.regular_files import json_lines, read_text
 
-    rows = [json.loads(line) for line in read_text(path, LARGEST).splitlines() if line.strip()]
+    rows = [json.loads(line) for line in json_lines(read_text(path, LARGEST)) if line.strip()]
     if not all(isinstance(row, Mapping) for row in rows):
         raise ValueError(f"{path} has a line that is not a JSON object: the file is damaged or was edited")
     return rows

@@ -5,13 +5,13 @@ Letters: S tokens a sample, T packed tokens, C values a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from miles_like.batch.packing import names_of
-from miles_like.types import MicroBatch, SampleGroup, TrainBatch
+from miles_like.types import MicroBatch, SampleGroup, SharedExperts, TrainBatch
 
 Grid = Sequence[Sequence[Tensor]]  # [dp][micro] of [T] or [T, C], of labels
 
@@ -49,4 +49,33 @@ def streams_of(groups: Sequence[SampleGroup], batch: TrainBatch, values: Grid) -
         for g in groups
     ]
     assert not found, f"samples of other groups: {sorted(found)[:3]}"
+    return out
+
+
+def summed(of_ranks: Sequence[Sequence[Mapping[str, SharedExperts]]]) -> list[dict[str, SharedExperts]]:
+    """Each optimizer step's routes by sample, over the rows and layers of all ranks: `StepReport.agreement` of each."""
+    out: list[dict[str, SharedExperts]] = []
+    for of_step in zip(*of_ranks, strict=True):
+        total: dict[str, SharedExperts] = {}
+        for own in of_step:
+            for name, (shared, recorded) in own.items():
+                before = total.get(name, SharedExperts(0, 0))
+                total[name] = SharedExperts(before.shared + shared, before.recorded + recorded)
+        out.append(total)
+    return out
+
+
+def shares_of(
+    groups: Sequence[SampleGroup], agreement: Sequence[Mapping[str, SharedExperts]]
+) -> list[list[float | None]]:
+    """For each group, of each of its samples the share of its recorded experts that the trainer's routers choose too;
+    None where it is not measured. agreement: of each optimizer step, which trained as many groups as the others."""
+    out: list[list[float | None]] = [[None] * len(g.samples) for g in groups]
+    n = len(groups) // len(agreement) if agreement else 0
+    for i, of_step in enumerate(agreement):
+        own = range(i * n, (i + 1) * n)
+        names = iter(names_of([s for g in own for s in groups[g].samples]))
+        for g in own:
+            found = [of_step.get(next(names)) for _ in groups[g].samples]
+            out[g] = [None if of is None else of.shared / of.recorded for of in found]
     return out

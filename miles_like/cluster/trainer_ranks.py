@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from torch import Tensor
 
 from miles_like.batch.packing import cut_shard
+from miles_like.batch.unpacking import summed
 from miles_like.cluster.actors import Process
 from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
 from miles_like.cluster.lost.processes import LOST, actor_id, end_processes, first_deaths, why_died
@@ -115,7 +116,8 @@ class RayTrainer:
         return fingerprint if fingerprint is None else str(fingerprint)
 
     async def train(self, batches: Sequence[AnyBatch]) -> StepReport:
-        """Adds the metric `routing/bytes`: bytes of routes put into the object store for these steps."""
+        """Adds the metric `routing/bytes`: bytes of routes put into the object store for these steps. The agreement is
+        of all ranks together."""
         shipped = [
             await self._pull(batch) if isinstance(batch, PlannedBatch) else self._ship(batch) for batch in batches
         ]
@@ -131,7 +133,8 @@ class RayTrainer:
         routes = [one.route_bytes for one in shipped if one.route_bytes is not None]
         if routes:
             more["routing/bytes"] = float(sum(routes))
-        return replace(reports[0], metrics={**reports[0].metrics, **more})
+        agreement = summed([report.agreement for report in reports])
+        return replace(reports[0], metrics={**reports[0].metrics, **more}, agreement=agreement)
 
     async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
         refs = self._ship(batch).refs

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from miles_like.config.load import load_config
-from miles_like.diagnosis.sample import Life, Trained, life_of
+from miles_like.diagnosis.sample import Trained, life_of
 from miles_like.diagnosis.seconds import LAST, Share, shares, tail_of_lengths, traced_steps
-from miles_like.limits.regular_files import check_inside, parse_json, read_text
+from miles_like.limits.regular_files import check_inside, json_lines, parse_json, read_text
 from miles_like.report.console import counted
 from miles_like.report.rows import read_metrics
 from miles_like.report.traces.chrome import read_trace
@@ -32,11 +32,11 @@ def step_lines(run_dir: Path) -> list[str]:
     lines = [f"A step takes {_seconds(total)} (mean of the last {steps} steps but the first):"]
     lines += [_line(share, total) for share in found]
     if not traced:
-        how = "" if estimated is None else "; `longest samples` is estimated from the lengths of answers"
-        lines.append(
-            f"The run was not traced: `sampling` includes rewards, the driver and waits between phases{how}. Continue "
-            "it with --resume --set trace.on=true to measure them"
-        )
+        part = "`training` includes ranks that wait, and packing waste"
+        if any("perf/rollout_s" in row for row in rows):
+            how = "" if estimated is None else "; `longest samples` is estimated from the lengths of answers"
+            part = f"`sampling` includes rewards, the driver and waits between phases{how}"
+        lines.append(f"The run was not traced: {part}. Continue it with --resume --set trace.on=true to measure them")
     return lines
 
 
@@ -52,7 +52,7 @@ def _lengths(run_dir: Path) -> Iterator[Sequence[int]]:
     files = [p for p in (run_dir / "rollouts").glob("step_*.jsonl") if p.stem.removeprefix("step_").isdecimal()]
     for path in sorted(files, key=lambda p: int(p.stem.removeprefix("step_")))[-_LENGTHS:]:
         check_inside(path, run_dir)
-        yield [int(parse_json(line)["tokens"]) for line in read_text(path, ROLLOUTS_BYTES).splitlines()]
+        yield [int(parse_json(line)["tokens"]) for line in json_lines(read_text(path, ROLLOUTS_BYTES))]
 
 
 def sample_lines(run_dir: Path, key: str) -> list[str]:
@@ -60,12 +60,12 @@ def sample_lines(run_dir: Path, key: str) -> list[str]:
     life = life_of(run_dir, key, read_metrics(run_dir / "metrics.jsonl"))
     lines = [f"{life.key}: trained in {counted(len(life.trained), 'step')}"]
     for one in life.trained:
-        lines += _trained_lines(one, life)
+        lines += _trained_lines(one)
     lines += [f"step {step}: {n} samples of its prompt were discarded: {why}" for step, why, n in life.discarded]
     return [_printable(line) for line in lines]
 
 
-def _trained_lines(one: Trained, life: Life) -> Iterator[str]:
+def _trained_lines(one: Trained) -> Iterator[str]:
     row = one.row
     yield f"step {one.step}"
     yield f"  prompt: {_short(row.get('prompt'))}"
@@ -75,15 +75,16 @@ def _trained_lines(one: Trained, life: Life) -> Iterator[str]:
     yield f"  {row.get('tokens')} tokens, ended by {row.get('finish')}; weight versions: {spans or 'none'}"
     if row.get("logprob_mean") is not None:
         yield f"  mean log-prob: {row['logprob_mean']:.4f}"
+    of_step = "" if one.of_step is None else f"; of the step's samples {one.of_step:.4f}"
     if one.agreement is None:
-        yield "  routes: none were replayed and compared in this step"
+        yield f"  routes: not compared with the trainer's own{of_step}"
     else:
-        yield f"  routes: {one.agreement:.4f} of the step's experts agree with the trainer's own"
+        yield f"  routes: the trainer's routers choose {one.agreement:.4f} of its recorded experts too{of_step}"
     parts = ", ".join(f"{name} {value:.4g}" for name, value in row.get("reward_parts", {}).items())
     group = ", ".join(f"{reward:.4g}" for reward in one.rewards)
     yield f"  reward: {row.get('reward'):.4g}{f' ({parts})' if parts else ''}; of its group: {group}"
     if one.advantage is None:
-        yield f"  advantage: unknown, because {life.why_no_advantage}"
+        yield "  advantage: not written by this version of the run"
     else:
         yield f"  advantage: {one.advantage:.4f}; share of the step's loss: {one.loss_share or 0.0:.2%}"
     if one.spans:

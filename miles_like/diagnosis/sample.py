@@ -3,23 +3,22 @@ and where its time went."""
 
 from __future__ import annotations
 
+import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from miles_like.config.load import load_config
-from miles_like.limits.regular_files import MIB, check_inside, parse_json, read_own, read_text
-from miles_like.protocols import Algorithm
+from miles_like.limits.regular_files import MIB, check_inside, json_lines, parse_json, read_own, read_text
 from miles_like.report.traces.chrome import read_trace
 from miles_like.report.traces.parts import TracedSpan
 from miles_like.report.traces.writer import trace_files
 from miles_like.run.setup.model_plan import run_algorithm
-from miles_like.run.verify import ROLLOUTS_BYTES, kept_sample
-from miles_like.types import Aggregation, Prompt, Sample, SampleGroup
+from miles_like.run.verify import ROLLOUTS_BYTES
+from miles_like.types import ADVANTAGES, AGREEMENT, Aggregation
 
 _LEDGER_BYTES = 1024 * MIB
 
@@ -31,9 +30,10 @@ class Trained:
     step: int
     row: Mapping[str, Any]  # of rollouts/step_N.jsonl
     rewards: tuple[float, ...]  # of its group, in the order of the file
-    advantage: float | None  # mean over its loss tokens; None: it follows from more than rewards
+    advantage: float | None  # mean over its loss tokens; None: not written
     loss_share: float | None  # of the step's sum of |advantage| x weight of a sample in the loss
-    agreement: float | None  # of the routes of the step; None: none are replayed
+    agreement: float | None  # share of its recorded experts that the trainer's routers choose too; None: not measured
+    of_step: float | None  # the same of all samples of the step
     spans: tuple[TracedSpan, ...]  # that name it
 
 
@@ -44,7 +44,6 @@ class Life:
     key: str
     trained: tuple[Trained, ...]
     discarded: tuple[tuple[int, str, int], ...]
-    why_no_advantage: str | None  # None: it is known
 
 
 def life_of(run_dir: Path, key: str, metrics: Sequence[Mapping[str, float]]) -> Life:
@@ -52,7 +51,7 @@ def life_of(run_dir: Path, key: str, metrics: Sequence[Mapping[str, float]]) -> 
     prompt_id, _, index = key.rpartition("/")
     if not prompt_id or not index.isdecimal():
         raise ValueError(f"--sample {key!r} is not PROMPT_ID/INDEX: take one of a rollouts/step_N.jsonl, as train-17/0")
-    algorithm, why = _algorithm(run_dir)
+    aggregation = run_algorithm(load_config(run_dir / "config.toml")).aggregation
     spans = [s for path in trace_files(run_dir) for s in read_trace(path) if key in s.args.get("samples", ())]
     by_step = {int(row["step"]): row for row in metrics}
     found = []
@@ -62,26 +61,28 @@ def life_of(run_dir: Path, key: str, metrics: Sequence[Mapping[str, float]]) -> 
         if rows is None:
             continue
         mine = [i for i, r in enumerate(rows) if (r.get("prompt_id"), r.get("index")) == (prompt_id, int(index))]
-        advantages = None if algorithm is None else _advantages(algorithm, rows, str(path))
-        shares = None if advantages is None or algorithm is None else _loss_shares(algorithm, rows, advantages)
+        advantages = [own for row in rows if (own := _advantages(row)) is not None]
+        known = len(advantages) == len(rows)
+        shares = _loss_shares(aggregation, rows, advantages) if known else None
         window = [s for s in spans if _is_of(s, step, rows[mine[0]])] if mine else []
-        agreement = by_step.get(step, {}).get("routing/expert_agreement")
+        of_step = by_step.get(step, {}).get("routing/expert_agreement")
         for i in mine:
             found.append(
                 Trained(
                     step=step,
                     row=rows[i],
                     rewards=tuple(float(r["reward"]) for r in rows if r["prompt_id"] == prompt_id),
-                    advantage=None if advantages is None else advantages[i],
+                    advantage=statistics.fmean(advantages[i] or [0.0]) if known else None,
                     loss_share=None if shares is None else shares[i],
-                    agreement=None if agreement is None or math.isnan(agreement) else agreement,
+                    agreement=rows[i].get(AGREEMENT),
+                    of_step=None if of_step is None or math.isnan(of_step) else of_step,
                     spans=tuple(sorted(window, key=lambda s: s.start)),
                 )
             )
     discarded = _discarded(run_dir, prompt_id)
     if not found and not discarded:
         raise ValueError(f"no step of {run_dir} has a sample {key}: take a key of its rollouts/step_N.jsonl")
-    return Life(key=key, trained=tuple(found), discarded=discarded, why_no_advantage=why)
+    return Life(key=key, trained=tuple(found), discarded=discarded)
 
 
 def _step_of(path: Path) -> int:
@@ -93,63 +94,36 @@ def _rows(path: Path, run_dir: Path, prompt_id: str) -> list[dict[str, Any]] | N
     """All samples of a step; None where the prompt is not among them, without parsing them."""
     check_inside(path, run_dir)
     text = read_text(path, ROLLOUTS_BYTES)
-    if prompt_id not in text:
+    if json.dumps(prompt_id, ensure_ascii=False) not in text:
         return None
-    rows = [parse_json(line) for line in text.splitlines() if line.strip()]
+    rows = [parse_json(line) for line in json_lines(text)]
     return rows if any(row.get("prompt_id") == prompt_id for row in rows) else None
 
 
-def _algorithm(run_dir: Path) -> tuple[Algorithm | None, str | None]:
-    """The run's, and why its advantages cannot be computed from what the run keeps; None: they can."""
-    config = load_config(run_dir / "config.toml")
-    if config.servers is None:
-        return None, "the run trains on given examples, which have no advantage"
-    algorithm = run_algorithm(config)
-    if needs := sorted(algorithm.needs):
-        return None, f"advantages of algorithm.name = {config.algorithm.name!r} need {', '.join(needs)}, not kept"
-    if config.algorithm.parts.shuffle_advantages:
-        return None, "algorithm.shuffle_advantages = true exchanges advantages between samples"
-    return algorithm, None
+def _advantages(row: Mapping[str, Any]) -> list[float] | None:
+    """Of a sample's loss tokens, or one for all of them, as it was trained; None: a run of an earlier version."""
+    value = row.get(ADVANTAGES)
+    return [float(v) for v in value] if isinstance(value, list) else None if value is None else [float(value)]
 
 
-def _advantages(algorithm: Algorithm, rows: Sequence[Mapping[str, Any]], where: str) -> list[float] | None:
-    """One for each row: the mean over its loss tokens."""
-    groups: dict[str, list[Sample]] = {}
-    order: list[tuple[str, int]] = []
-    for row in rows:
-        sample = replace(kept_sample(row, where), reward=float(row["reward"]))
-        of = groups.setdefault(sample.prompt_id, [])
-        order.append((sample.prompt_id, len(of)))
-        of.append(sample)
-    made = [
-        SampleGroup(prompt=Prompt(id=name, token_ids=(0,), answer=""), samples=tuple(of)) for name, of in groups.items()
-    ]
-    values = dict(zip(groups, algorithm.advantages(made), strict=True))
-    return [_mean(values[name][i], groups[name][i]) for name, i in order]
-
-
-def _mean(value: float | Tensor, sample: Sample) -> float:
-    if not isinstance(value, Tensor):
-        return float(value)
-    return float(value[sample.loss_mask].mean()) if sample.response_len else 0.0
-
-
-def _loss_shares(algorithm: Algorithm, rows: Sequence[Mapping[str, Any]], advantages: Sequence[float]) -> list[float]:
-    """Of each row: |advantage| times the weight of the sample in the step's loss, over the sum of these."""
+def _loss_shares(
+    aggregation: Aggregation, rows: Sequence[Mapping[str, Any]], advantages: Sequence[Sequence[float]]
+) -> list[float]:
+    """Of each row: the mean |advantage| of its tokens times its weight in the step's loss, over the sum of these."""
     tokens = [int(row["tokens"]) for row in rows]
     by_prompt: dict[str, int] = {}
     for row, n in zip(rows, tokens, strict=True):
         by_prompt[row["prompt_id"]] = by_prompt.get(row["prompt_id"], 0) + n
     weights = []
     for row, n in zip(rows, tokens, strict=True):
-        match algorithm.aggregation:
+        match aggregation:
             case Aggregation.SEQUENCE_MEAN:
                 weights.append(float(n > 0))
             case Aggregation.PROMPT_MEAN:
                 weights.append(n / max(by_prompt[row["prompt_id"]], 1))
             case _:
                 weights.append(float(n))
-    parts = [abs(a) * w for a, w in zip(advantages, weights, strict=True)]
+    parts = [w * statistics.fmean(map(abs, of)) if of else 0.0 for of, w in zip(advantages, weights, strict=True)]
     total = sum(parts)
     return [part / total if total else 0.0 for part in parts]
 
@@ -172,6 +146,6 @@ def _discarded(run_dir: Path, prompt_id: str) -> tuple[tuple[int, str, int], ...
         return ()
     found = []
     for line in read_own(path, run_dir, _LEDGER_BYTES).decode("utf-8").splitlines():
-        if prompt_id in line and (entry := parse_json(line)).get("prompt") == prompt_id:
+        if json.dumps(prompt_id) in line and (entry := parse_json(line)).get("prompt") == prompt_id:
             found += [(int(entry["step"]), str(why), int(n)) for why, n in entry.get("discarded", {}).items()]
     return tuple(found)

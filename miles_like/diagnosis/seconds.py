@@ -43,6 +43,7 @@ REMEDIES = {
     "pipeline bubble": "parallel.pp, parallel.vpp; smaller train.max_tokens_per_rank for more micro-batches",
     "ranks that wait for the batch": "rollout.workers, which keep values and routes out of the driver",
     "driver": "rollout.workers, which take sampling and scoring out of the driver",
+    "packing": "train.groups_per_step examples are packed by the driver",
 }
 
 
@@ -59,10 +60,12 @@ class StepTimes:
 
 
 def traced_steps(spans: Sequence[TracedSpan]) -> dict[int, StepTimes]:
-    """Step -> its seconds, for every step whose wait for samples was traced."""
+    """Step -> its seconds, for every step whose wait for samples, or without a rollout whose training, was traced."""
     driver = [s for s in spans if s.process == "driver"]
     waits = {int(s.args["step"]): s for s in driver if s.name == "rollout"}
     samples = {int(s.args["step"]): s.args.get("samples", []) for s in driver if s.name == "train"}
+    if not waits:  # of a run without a rollout
+        return _with_ranks({step: StepTimes(wait=0.0) for step in samples}, spans)
     ended = _ends(s for s in spans if s.name == "generate" and not s.process.startswith("rollout_server"))
     scored = _ends(s for s in spans if s.name == "reward")
     out = {}
@@ -75,6 +78,11 @@ def traced_steps(spans: Sequence[TracedSpan]) -> dict[int, StepTimes]:
             found.tail = _within(wait, full, last)
             found.rewards = _within(wait, last, max(_last(scored, samples[step], wait.end).values(), default=last))
         out[step] = found
+    return _with_ranks(out, spans)
+
+
+def _with_ranks(out: dict[int, StepTimes], spans: Sequence[TracedSpan]) -> dict[int, StepTimes]:
+    """The seconds of steps, with what the trainer ranks' spans say of them."""
     for step, of_ranks in _by_version(
         s for s in spans if s.name == "train" and s.process.startswith("trainer")
     ).items():
@@ -109,8 +117,9 @@ def _parts(row: Row, times: StepTimes | None, tail_share: float | None, stages: 
     step = row["perf/step_s"]
     phases = {phase: min(row.get(f"perf/{phase}_s", 0.0), step) for phase in PHASES}
     rest = max(step - sum(phases.values()), 0.0)
+    sampled = "perf/rollout_s" in row
     if times is None:
-        wait, driver = rest, 0.0
+        wait, driver = (rest, 0.0) if sampled else (0.0, rest)
         tail = wait * (tail_share or 0.0)
         rewards, meet, waste, micros = 0.0, 0.0, 0.0, 0.0
     else:
@@ -133,7 +142,7 @@ def _parts(row: Row, times: StepTimes | None, tail_share: float | None, stages: 
         "pipeline bubble": bubble,
         "packing waste": wasted,
         "training": busy - bubble - wasted,
-        "driver": driver,
+        "driver" if sampled else "packing": driver,
     }
 
 

@@ -1,4 +1,5 @@
-"""Values of tokens that a run writes beside its samples: their advantages and, in some steps, the trainer's log-probs.
+"""What a run writes beside its samples: advantages and, in some steps, the trainer's log-probs of their tokens; and how
+far the trainer's routers agree with their routes.
 
 Letters: S tokens a sample, n of them sampled by the policy, T packed tokens.
 """
@@ -12,10 +13,10 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from miles_like.batch.packer import Advantages, Packer
-from miles_like.batch.unpacking import streams_of
+from miles_like.batch.unpacking import shares_of, streams_of
 from miles_like.protocols import TrainerRanks
 from miles_like.records import AnyBatch, RecordGroup
-from miles_like.types import TRAINER_LOGPROBS, Sample, SampleGroup
+from miles_like.types import AGREEMENT, TRAINER_LOGPROBS, Sample, SampleGroup, SharedExperts
 
 Columns: TypeAlias = Mapping[str, float | list[float]]  # of a sample, as JSON
 
@@ -90,6 +91,22 @@ async def token_columns(
             columns.append(own)
         out.append(columns)
     return out
+
+
+def with_agreement(
+    columns: Sequence[Sequence[Columns]],
+    groups: Sequence[SampleGroup],
+    agreement: Sequence[Mapping[str, SharedExperts]],
+) -> Sequence[Sequence[Columns]]:
+    """The columns with `routing_agreement` of each sample where it was measured (`unpacking.shares_of`). columns: of
+    each sample, or empty."""
+    if not any(agreement):
+        return columns
+    of_groups = columns or [[{}] * len(g.samples) for g in groups]
+    return [
+        [own if share is None else {**own, AGREEMENT: share} for own, share in zip(of, shares, strict=True)]
+        for of, shares in zip(of_groups, shares_of(groups, agreement), strict=True)
+    ]
 
 
 def _sampled(sample: Sample, values: float | Tensor) -> float | list[float]:

@@ -58,6 +58,12 @@ def read_text(path: Path, limit: int) -> str:
     return read_regular(path, limit).decode("utf-8")
 
 
+def json_lines(text: str) -> list[str]:
+    """The lines of a file with a JSON value in each. `str.splitlines` would cut texts in them at U+2028 and others,
+    which JSON leaves as they are."""
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 def parse_json(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """`json.loads` with `object_pairs_hook=pairs`. Raises ValueError on every failure, also on deep nesting."""
     try:

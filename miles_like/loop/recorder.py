@@ -14,7 +14,7 @@ from miles_like import spans
 from miles_like.algorithms.advantages.remax import without_greedy
 from miles_like.algorithms.terms.mismatch import finish
 from miles_like.checkpoint.ledger import Ledger
-from miles_like.experience.token_columns import Columns
+from miles_like.experience.token_columns import Columns, with_agreement
 from miles_like.limits.memory_size import peak_host_bytes
 from miles_like.loop.buffer import Taken
 from miles_like.loop.rollout_stats import Rewards, total
@@ -23,7 +23,7 @@ from miles_like.protocols import Fencing, MetricSink, RewardLog
 from miles_like.report.metrics import rollout_metrics, turn_metrics, write_rollouts
 from miles_like.report.progress import PhaseBar
 from miles_like.report.speed import SpeedMeter
-from miles_like.types import PublishReport, SampleGroup, StepReport
+from miles_like.types import PublishReport, SampleGroup, SharedExperts, StepReport
 
 
 class TurnTimes(Protocol):
@@ -85,6 +85,7 @@ class StepRecord:
     metrics: dict[str, float] = field(default_factory=dict)  # of the trainer and of the experience
     published: PublishReport | None = None
     columns: Sequence[Sequence[Columns]] = ()  # values of tokens for the samples' file
+    agreement: Sequence[Mapping[str, SharedExperts]] = ()  # as in StepReport
 
     @contextmanager
     def timed(self, phase: Phase) -> Iterator[None]:
@@ -99,7 +100,7 @@ class StepRecord:
         self.seconds[phase] += time.perf_counter() - began
 
     def trained(self, report: StepReport) -> None:
-        self.metrics = finish(report.metrics)
+        self.metrics, self.agreement = finish(report.metrics), report.agreement
 
 
 @dataclass(kw_only=True)
@@ -155,7 +156,8 @@ class Recorder:
             self.fence.check()
         if self.samples is not None:
             groups = [t.group for t in record.taken]
-            self.store.write_rollouts(self.samples / f"step_{done}.jsonl", groups, record.columns)
+            columns = with_agreement(record.columns, groups, record.agreement)
+            self.store.write_rollouts(self.samples / f"step_{done}.jsonl", groups, columns)
         self.bounds.check(done, record.metrics)
 
     def row(self, record: StepRecord, waiting: Mapping[str, float]) -> dict[str, float]:

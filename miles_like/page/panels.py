@@ -46,6 +46,13 @@ OVERVIEW = (
         kind="evals",
     ),
     Panel(
+        id="regression",
+        title="Fall of evaluations",
+        unit="standard errors below the set's best one",
+        missing="from the second evaluation of a set on: set data.eval or eval.sets, and eval.every",
+        metrics={"eval/*/regression": ""},
+    ),
+    Panel(
         id="generated",
         title="Generated tokens",
         unit="response tokens sampled for the step",
@@ -266,6 +273,13 @@ LEDGER = (
         metrics={"perf/queue/*": ""},
     ),
     Panel(
+        id="failures",
+        title="Retries and failures",
+        unit="samples, by their cause",
+        missing="rows of this run have no perf/retries/ and perf/failures/ figures",
+        metrics={"perf/retries/*": "", "perf/failures/*": ""},
+    ),
+    Panel(
         id="dropped",
         title="Discarded groups",
         unit="groups since the run began",
@@ -304,6 +318,13 @@ SPEED = (
         metrics={"perf/tokens_per_s_rollout": "rollout", "perf/tokens_per_s_train": "training"},
     ),
     Panel(
+        id="samples",
+        title="Samples per second",
+        unit="samples/s trained",
+        missing="a run with a rollout writes perf/samples_per_s",
+        metrics={"perf/samples_per_s": "samples"},
+    ),
+    Panel(
         id="mfu",
         title="Model FLOPs utilization",
         unit="share of the peak",
@@ -317,6 +338,13 @@ SPEED = (
         unit="bytes, largest so far",
         missing="rows of this run have no perf/memory/ figures; perf/held_bytes needs rollout.workers",
         metrics={"perf/memory/*_bytes": "", "perf/held_bytes": "rollout workers"},
+    ),
+    Panel(
+        id="ooms",
+        title="Out of memory",
+        unit="events since the rank began",
+        missing="rows of this run have no perf/memory/ figures",
+        metrics={"perf/memory/oom_kills": "processes killed", "perf/memory/device_ooms": "failed allocations"},
     ),
     Panel(
         id="rewarding",

@@ -181,6 +181,11 @@ def _gap(row: Row) -> float | None:
     return max(gaps, default=None)
 
 
+def _other_routes(row: Row) -> float | None:
+    share = row.get("routing_agreement")
+    return 1 - float(share) if is_number(share) and share < 1 else None
+
+
 def _old(row: Row) -> float | None:
     versions = [v for v, _, _ in _spans(row)]
     return float(max(versions) - min(versions)) if len(set(versions)) > 1 else None
@@ -192,6 +197,7 @@ def _tokens(row: Row) -> float | None:
 
 CAUSES = (
     Cause("largest log-prob gap", _gap, "nats"),
+    Cause("routes that the trainer would not choose", _other_routes, "share of experts"),
     Cause("no score", _no_score, ""),
     Cause("truncated at the token limit", _truncated, "tokens"),
     Cause("no response token", _empty, ""),

@@ -20,7 +20,7 @@ from miles_like.alignment.weights import WeightEvidence
 from miles_like.checkpoint import run_state
 from miles_like.cluster.factories import CheckpointWriter
 from miles_like.cluster.trainer_ranks import RayTrainer
-from miles_like.limits.regular_files import parse_json, read_text
+from miles_like.limits.regular_files import json_lines, parse_json, read_text
 from miles_like.protocols import TrainerRanks
 from miles_like.run.alignment import check_bits, comparison, drill_down
 from miles_like.run.setup.launcher import Launcher
@@ -296,7 +296,7 @@ def read_rollouts(path: Path, version: int) -> list[SampleGroup]:
     """Samples of a `rollouts/step_N.jsonl`, each as one group. Raises ValueError for a file that cannot be read, holds
     no samples or lacks token ids (files of older runs do), and for tokens of another weight version than `version`."""
     try:
-        lines = read_text(path, ROLLOUTS_BYTES).splitlines()
+        lines = json_lines(read_text(path, ROLLOUTS_BYTES))
     except OSError as e:
         raise ValueError(f"{path}: {e.strerror}") from None
     except UnicodeDecodeError as e:

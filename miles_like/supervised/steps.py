@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from miles_like import spans
 from miles_like.algorithms.dpo import DpoLoss
 from miles_like.algorithms.kto import KtoLoss
 from miles_like.algorithms.orpo import OrpoLoss
@@ -155,17 +156,21 @@ class SupervisedLoop:
             began = time.perf_counter()
             self.progress.phase(step, "train")
             examples = self.feed.take()
-            report = await self.trainer.train([await self.batches.of(examples)])
+            with spans.span("train", step=step + 1, version=step) as span:
+                if spans.on():
+                    span.add(samples=[s.name for g in examples for s in g.samples])
+                report = await self.trainer.train([await self.batches.of(examples)])
             train_s = time.perf_counter() - began
             tokens = {"tokens_total": float(self.feed.tokens_total)}
             metrics = {**report.metrics, **tokens, **self.speed.metrics(examples, train_s=train_s)}
-            metrics["perf/train_s"] = train_s
+            metrics |= {"perf/train_s": train_s, "perf/step_s": time.perf_counter() - began}
             metrics.pop("routing/replay_coverage", None)  # there are no routes to replay
             done, last = step + 1, step + 1 == steps
+            spans.ended("step", metrics["perf/step_s"], step=done, version=step)
             if self.eval_every and (last or done % self.eval_every == 0):
                 metrics |= await self._evaluate(done)
             now = time.perf_counter()
-            metrics |= {"perf/step_s": now - began, "wall_s": now - started, **self.once}
+            metrics |= {"wall_s": now - started, **self.once}
             self.once = {}
             self.sink.write(done, {"weight_version": float(done), **metrics})
             await self.saver.boundary(done, last=last, step_s=now - began)
@@ -175,4 +180,5 @@ class SupervisedLoop:
         if not self.eval_every:
             return {}
         self.progress.phase(version, "evaluate")
-        return await held_out_metrics(self.trainer, self.batches, self.held_out)
+        with spans.span("evaluate", version=version):
+            return await held_out_metrics(self.trainer, self.batches, self.held_out)

@@ -11,10 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from miles_like.report.traces.chrome import read_trace
+from miles_like.report.traces.writer import trace_files
 from tests.e2e.conftest import ROOT, SMALL, Run
 
 MADE = SMALL[:4]  # the checkpoint that other files' runs make too
-FEW = (*("--set", "train.steps=2"), *("--set", "train.groups_per_step=6"), *("--set", "eval.max_prompts=6"))
+FEW = (
+    *("--set", "train.steps=2"),
+    *("--set", "trace.on=true"),
+    *("--set", "train.groups_per_step=6"),
+    *("--set", "eval.max_prompts=6"),
+)
 LONG = pytest.mark.long(beside="tests/laws/test_supervised_resume.py")
 FIGURES = [
     pytest.param("sft", "eval/heldout/answer_prob", id="sft", marks=LONG),
@@ -38,3 +45,10 @@ def test_a_run_without_rollout_leaves_what_any_run_does(run: Run, home: Path, na
         assert (out / left).is_file(), left
     assert list((out / "tensorboard").iterdir())
     assert sorted(p.name for p in (out / "logs").iterdir()) == ["trainer_rank0.log", "trainer_rank1.log"]
+    spans = [span for path in trace_files(out) for span in read_trace(path)]
+    assert {s.process for s in spans} == {"driver", "trainer_rank0", "trainer_rank1"}
+    for process in ("trainer_rank0", "trainer_rank1"):
+        trained = [s for s in spans if (s.name, s.process) == ("train", process)]
+        assert [s.args["version"] for s in trained] == [1, 2] and all(s.args["samples"] for s in trained)
+        assert {"forward and backward", "optimizer"} <= {s.name for s in spans if s.process == process}
+    assert [s.args["step"] for s in spans if (s.name, s.process) == ("step", "driver")] == [1, 2]

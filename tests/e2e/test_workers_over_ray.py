@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from miles_like.report.traces.chrome import read_trace
+from miles_like.report.traces.writer import trace_files
 from tests.e2e.conftest import ROOT, Run
 from tests.support.forked import tail
 from tests.support.local_run import COLUMNS, QUICK, TINY, Runs, same_run
@@ -35,7 +37,13 @@ def test_a_run_by_actors_is_the_run_without_workers(runs: Runs, miles_like: Run,
         *COLUMNS[case],
     )
     assert runs.run(alone, (*given, "rollout.workers=0")) == 0, tail(alone / "driver.log")
-    own = ("rollout.workers=2", f"model.path={runs.home}/hf", "model.make=false", f"cache_dir={runs.home}/cache")
+    own = (
+        "rollout.workers=2",
+        "trace.on=true",
+        f"model.path={runs.home}/hf",
+        "model.make=false",
+        f"cache_dir={runs.home}/cache",
+    )
     words = [word for setting in (*QUICK, *given, *own) for word in ("--set", setting)]
     done = miles_like("train", str(TINY), "--run-dir", str(by_actors), *words, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
@@ -43,3 +51,10 @@ def test_a_run_by_actors_is_the_run_without_workers(runs: Runs, miles_like: Run,
     rows = [json.loads(line) for line in (by_actors / "metrics.jsonl").read_text().splitlines()]
     assert all(row["perf/held_bytes"] > 0 for row in rows[1:])
     assert len(list((by_actors / "logs").glob("rollout_worker*.log"))) == 2
+    spans = [s for path in trace_files(by_actors) for s in read_trace(path) if s.process == "rollout_worker"]
+    assert len({s.pid for s in spans}) == 2
+    for step in (1, 2):
+        rollouts = [json.loads(x) for x in (by_actors / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
+        for key in (f"{s['prompt_id']}/{s['index']}" for s in rollouts):
+            names = {s.name for s in spans if key in s.args.get("samples", ())}
+            assert {"generate", "request"} <= names, f"{key} of step {step}: a worker sampled it"

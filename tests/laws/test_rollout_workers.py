@@ -8,6 +8,7 @@ what these workers read from the servers. Over Ray: tests/e2e/test_workers_over_
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.checkpoint.run_state import latest_folder, load
+from miles_like.report.rows import read_metrics
 from miles_like.types import Prompt, Sample, SampleGroup
 from tests.support.forked import tail
 from tests.support.kill_points import Kill
@@ -105,6 +107,12 @@ CASES: dict[str, tuple[str, ...]] = {
 def test_any_number_of_workers_computes_the_same_bits(runs: Runs, case: str) -> None:
     alone = ran(runs, case, 0, *CASES[case])
     assert '"trainer_logprobs": [' in (alone / "rollouts" / "step_2.jsonl").read_text()
+    for row in read_metrics(alone / "metrics.jsonl")[1:]:
+        of = [json.loads(x) for x in (alone / "rollouts" / f"step_{row['step']:.0f}.jsonl").read_text().splitlines()]
+        inputs = [len(s["token_ids"]) - 1 for s in of if s["tokens"]]
+        shares = [s["routing_agreement"] for s in of if s["tokens"]]
+        mean = sum(n * share for n, share in zip(inputs, shares, strict=True)) / sum(inputs)
+        assert mean == pytest.approx(row["routing/expert_agreement"], abs=1e-12), "samples and their step"
     for workers in (1, 3):
         same_run(ran(runs, f"{case}, by {workers}", workers, *CASES[case]), alone)
 

@@ -23,6 +23,7 @@ from miles_like.report.traces.writer import trace_files
 from miles_like.report.trackers.sent import read_sent
 from tests.support.forked import tail
 from tests.support.local_run import Runs, drive, same_run
+from tests.support.otlp_collector import Collector, collector
 
 STEPS = 3
 PLANTED = "planted-key-2c9d"
@@ -66,9 +67,16 @@ def plain(runs: Runs) -> Path:
 
 
 @pytest.fixture(scope="module")
-def watched(runs: Runs) -> Path:
-    secrets = dict.fromkeys(SECRETS, PLANTED * 3)
-    return done(runs, "watched", "cluster.env.CLUSTER_SECRET=''", *WATCHED, **secrets)
+def collected() -> Iterator[Collector]:
+    with collector() as there:
+        yield there
+
+
+@pytest.fixture(scope="module")
+def watched(runs: Runs, collected: Collector) -> Path:
+    secrets = dict.fromkeys(SECRETS, PLANTED * 3) | {"OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{PLANTED}"}
+    given = ("cluster.env.CLUSTER_SECRET=''", f"trace.otlp='{collected.url}'", *WATCHED)
+    return done(runs, "watched", *given, **secrets)
 
 
 def test_a_watched_run_is_the_run(plain: Path, watched: Path) -> None:
@@ -124,6 +132,20 @@ def test_each_process_has_its_phases_in_a_file_for_each_window(watched: Path) ->
         assert spans_of(watched, name, "driver"), name
 
 
+def test_a_collector_has_the_spans_of_the_files(watched: Path, collected: Collector) -> None:
+    """Those of all processes; a file has microseconds."""
+    there = {(s.instance, s.name, s.start // 1000, (s.end - s.start) // 1000) for s in collected.spans}
+    found = [span for path in trace_files(watched) for span in read_trace(path)]
+    assert {(f"{s.process}.{s.pid}", s.name, s.start // 1000, s.took // 1000) for s in found} == there
+    processes = {s.instance.rpartition(".")[0].rstrip("0") for s in collected.spans}
+    assert processes == {"driver", "trainer_rank", "rollout_server"}
+    assert {h["authorization"] for h in collected.headers} == {f"Bearer {PLANTED}"}
+    trained = [s for s in collected.spans if (s.name, s.instance.split(".")[0]) == ("train", "trainer_rank0")]
+    assert [set(s.attributes["samples"]) for s in trained] == [
+        {name for group in sampled(watched, step) for name in group} for step in range(1, STEPS + 1)
+    ]
+
+
 def test_a_sample_is_followed_from_the_request_to_the_update(watched: Path) -> None:
     """By its key, through the driver, the server and the rank; with the weight version that sampled it."""
     sample = sampled(watched, 2)[0][0]
@@ -150,4 +172,6 @@ def test_the_chosen_steps_are_profiled(watched: Path) -> None:
     found = sorted(str(path.relative_to(watched / "profiles")) for path in (watched / "profiles").rglob("*.gz"))
     assert found == [f"step_{step}/trainer_rank0_{call}.json.gz" for step in (2, 3) for call in ("publish", "train")]
     events = json.loads(gzip.decompress((watched / "profiles" / found[1]).read_bytes()))["traceEvents"]
-    assert any(event.get("name") == "aten::mm" for event in events)
+    assert any(event.get("name") == "aten::mm" and event["args"].get("Input Dims") for event in events)
+    allocations = [event["args"] for event in events if event.get("name") == "[memory]"]
+    assert any(one["Bytes"] > 0 for one in allocations) and any(one["Bytes"] < 0 for one in allocations)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_like.types import LossInputs, LossOutput
+from miles_like.batch.unpacking import summed
+from miles_like.types import LossInputs, LossOutput, MicroBatch, SharedExperts
 from tests.support import toy
 from tests.support.chosen import chosen, later
 from tests.support.refusals import check_refusal
@@ -78,9 +79,26 @@ def _learn(rank: int, world: int, port: int, hf: str) -> Found:
         out["threads within"] = len(list(Path("/proc/self/task").iterdir()))
         loss.mode = "masked"
         out["after"] = t.step(rows[t.dp_rank], tokens, 99).metrics["train/loss"]
+        loss.mode = ""
+        out["planted"] = _planted_routes(t, rows[t.dp_rank], tokens)
         out["dtype"] = str(t.models[0].output_layer.weight.dtype)
     out["threads after"] = len(list(Path("/proc/self/task").iterdir()))
     return out
+
+
+def _planted_routes(t: Any, shard: list[MicroBatch], tokens: int) -> dict[str, SharedExperts]:
+    """What an update measures of the routers' own routes, in which those of the second sample of each micro-batch are
+    of its other tokens."""
+    own = []
+    for batch, found in zip(shard, t.score(shard).routes, strict=True):
+        ids = torch.zeros(len(batch.tokens), len(toy.LAYERS), toy.TOP_K, dtype=torch.int64)
+        real = found.fed.tokens >= 0
+        ids[found.fed.tokens[real]] = found.trace.experts[real].long()
+        a, b = batch.cu_seqlens.tolist()[1:3]
+        ids[a:b] = ids[a:b].flip(0)
+        own.append(toy.with_routes(batch, ids))
+    (of_step,) = t.step(own, tokens, 1).agreement
+    return dict(of_step)
 
 
 def _resume(rank: int, world: int, hf: str, where: Path, ports: dict[str, int], others: list[str]) -> Found:
@@ -89,9 +107,10 @@ def _resume(rank: int, world: int, hf: str, where: Path, ports: dict[str, int], 
     layouts = {"same": {"dp": 2, "ep": 2}} | {name: OTHERS[name] for name in others}
     batches = [toy.samples(8, seed=i) for i in range(3)]
 
-    def step(t: Any, i: int, dp: int) -> dict[str, float]:
+    def step(t: Any, i: int, dp: int) -> dict[str, Any]:
         rows, tokens = toy.grid(batches[i], dp=dp, micros=2 // dp)
-        return dict(t.step(rows[t.dp_rank], tokens, i + 1).metrics)
+        report = t.step(rows[t.dp_rank], tokens, i + 1)
+        return {**report.metrics, "agreement": report.agreement}
 
     with toy.trainer(toy.config(hf, **layouts["same"]), rank, world, ports["start"]) as t:
         step(t, 0, 2)
@@ -135,7 +154,9 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     ports = {name: free_port() for name in ("start", "same", "TP2", "PP2", "other")}
     ranks = run_ranks(_two_ranks, 2, hf, other, where, ports, chosen(request, "layout", OTHERS))
     assert ranks[0]["learn"]["metrics"] == ranks[1]["learn"]["metrics"], "ranks report different metrics"
-    return ranks[0]
+    ranks[0]["learn"]["planted"] |= ranks[1]["learn"]["planted"]
+    agreement = {n: summed([r[n].pop("agreement") for r in ranks]) for n in ("third", "same", *OTHERS) if n in ranks[0]}
+    return ranks[0] | {"agreement": agreement}
 
 
 def test_it_learns_in_bf16_over_two_expert_ranks(found: Found) -> None:
@@ -159,6 +180,26 @@ def test_a_step_reports_the_promised_metrics(found: Found) -> None:
     assert want | own == set(found["learn"]["metrics"])
     assert not any(found["learn"]["metrics"][f"perf/fused/{part}"] for part in parts), "a CPU has plain PyTorch"
     assert found["learn"]["metrics"]["train/lr"] == 1e-2
+
+
+def test_routes_of_another_token_are_seen_in_their_sample(found: Found) -> None:
+    """Of 16 samples in 4 micro-batches, the other 12 have all of their experts."""
+    planted = found["learn"]["planted"]
+    full = {name for name, of in planted.items() if of.shared == of.recorded}
+    assert len(planted) == 16 and len(full) == 12 and full == {f"toy/{i}" for i in range(16) if i // 4 != 1}
+    assert all(of.shared < 0.8 * of.recorded for name, of in planted.items() if name not in full)
+    lengths = {s.samples[0]: len(s.tokens) for s in toy.samples(16, learnable=True)}
+    assert {n: of.recorded for n, of in planted.items()} == {
+        n: length * len(toy.LAYERS) * toy.TOP_K for n, length in lengths.items()
+    }
+
+
+def test_a_samples_routes_are_compared_on_all_of_its_ranks(found: Found) -> None:
+    """Whatever the layout, and together they are the step's."""
+    (own,) = found["agreement"]["third"]
+    assert len(own) == 8 and all(other == [own] for other in found["agreement"].values())
+    shared, recorded = (sum(x) for x in zip(*own.values(), strict=True))
+    assert shared / recorded == pytest.approx(found["same"]["routing/expert_agreement"], abs=1e-12)
 
 
 def test_a_closed_trainer_leaves_no_communication_threads(found: Found) -> None:

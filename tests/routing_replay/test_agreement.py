@@ -43,7 +43,10 @@ def test_a_row_that_has_an_expert_twice_is_another_row() -> None:
 
 
 def counted(chosen: list[list[int]], recorded: list[list[int]], real: list[bool]) -> RouteCounts:
-    return RouteCounts(*count_routes(torch.tensor(chosen), torch.tensor(recorded), torch.tensor(real), 8).tolist())
+    counts, shared = count_routes(torch.tensor(chosen), torch.tensor(recorded), torch.tensor(real), 8)
+    of_rows = [len({*a} & {*b}) if r else 0 for a, b, r in zip(chosen, recorded, real, strict=True)]
+    assert shared.tolist() == of_rows
+    return RouteCounts(*counts.tolist())
 
 
 def test_counts_of_a_layer() -> None:
@@ -66,6 +69,6 @@ def test_shifted_rows_agree_with_a_neighbour() -> None:
     ids = torch.rand(400, 16, generator=torch.Generator().manual_seed(0)).topk(4).indices
     every = torch.ones(400, dtype=torch.bool)
     for by in (1, -1):
-        found = RouteCounts(*count_routes(ids, ids.roll(by, 0), every, 16).tolist())
+        found = RouteCounts(*count_routes(ids, ids.roll(by, 0), every, 16)[0].tolist())
         assert abs(found.shared / (4 * found.rows) - 4 / 16) < 0.05
         assert found.shared_with_neighbour / (4 * found.pairs) > 0.6

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from miles_like.limits.regular_files import MIB, parse_json, read_regular, replace_bytes
+from miles_like.limits.regular_files import MIB, json_lines, parse_json, read_regular, replace_bytes
 
 EVALS = "evals"
 EVALS_BYTES = 4096 * MIB  # largest file that is read
@@ -41,7 +41,8 @@ def write_answers(path: Path, lines: Iterable[Line]) -> None:
 
 def read_answers(path: Path) -> Iterator[Line]:
     """Raises ValueError naming a line that is no answer."""
-    for number, text in enumerate(read_regular(path, EVALS_BYTES).decode("utf-8", "replace").splitlines(), 1):
+    lines = json_lines(read_regular(path, EVALS_BYTES).decode("utf-8", "replace"))
+    for number, text in enumerate(lines, 1):
         try:
             line = parse_json(text)
         except ValueError as e:

@@ -42,7 +42,7 @@ class TraceWriter:
         self, settings: TraceConfig, run_dir: Path, say: Callable[[str], None], export: Export | None = None
     ) -> None:
         self._settings, self._folder, self._say = settings, run_dir / FOLDER, say
-        self._export, self._failed = export, False
+        self._export, self._failed = export, set[str]()
         self.clocks = NodeClocks(gethostname())
         self._boundaries: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._pending: list[TracedSpan] = []  # of later windows
@@ -99,7 +99,7 @@ class TraceWriter:
             if step % self._settings.window == 0:
                 complete, began = (began, step, at), step + 1
         self._window(*(complete or (began or last + 1, last, 0))[:2], _FOR_EVER)
-        if not self._failed:
+        if "file" not in self._failed:
             shutil.rmtree(self._folder / "parts", ignore_errors=True)
 
     def _window(self, first: int, last: int, until: int) -> None:
@@ -114,12 +114,19 @@ class TraceWriter:
         name = f"steps_{first:06d}-{last:06d}" if last >= first else "before_the_first_step"
         try:
             write_trace(_unused(self._folder / f"{name}.json"), found, about)
+        except OSError as e:
+            self._note("file", e)
+        try:
             if self._export is not None:
                 self._export.send(found)
-        except (OSError, RuntimeError) as e:
-            if not self._failed:
-                self._say(f"traces: {e}; the run goes on")
-            self._failed = True
+        except RuntimeError as e:
+            self._note("export", e)
+
+    def _note(self, what: str, error: Exception) -> None:
+        """Says each kind of failure once."""
+        if what not in self._failed:
+            self._say(f"traces: {error}; the run goes on")
+        self._failed.add(what)
 
 
 def with_samples(found: Sequence[TracedSpan]) -> list[TracedSpan]:

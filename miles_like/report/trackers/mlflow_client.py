@@ -10,7 +10,7 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
 from miles_like.config.sections.watched.trackers import TrackersConfig
-from miles_like.report.trackers.client import run_name
+from miles_like.report.trackers.client import given_up, run_name
 from miles_like.report.trackers.run_files import TrackedRun, columns, flat
 from miles_like.report.trackers.sent import FOLDER
 from miles_like.variables import inherited
@@ -54,6 +54,9 @@ class MlflowTracker:
         values = [Metric(key, value, int(at * 1000), step) for key, value in metrics.items()]
         for i in range(0, len(values), _BATCH):
             self._client.log_batch(self._id, metrics=values[i : i + _BATCH])
+
+    def rolled_back(self, step: int, to: int) -> None:
+        self._client.set_tag(self._id, f"rolled_back.{step}", given_up(step, to))
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self._client.log_table(self._id, columns(rows), f"samples/step_{step}.json")

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from miles_like.alerts.rows import ROLLBACK
 from miles_like.config.sections.watched.trackers import TrackersConfig
 from miles_like.report.trackers.client import TrackerClient
 from miles_like.report.trackers.run_files import Rows, samples_age, samples_of, tracked_run
@@ -116,6 +117,8 @@ class Forwarder:
         self.sent.write(self.run_dir, self.name)
         try:
             client.log(step, metrics, self._began + metrics.get("wall_s", 0.0))
+            if ROLLBACK in metrics:
+                client.rolled_back(step, int(metrics[ROLLBACK]))
         except Exception:
             self.sent.step = before
             raise

@@ -8,7 +8,7 @@ from typing import Any
 import trackio
 
 from miles_like.config.sections.watched.trackers import TrackersConfig
-from miles_like.report.trackers.client import run_name
+from miles_like.report.trackers.client import given_up, run_name
 from miles_like.report.trackers.run_files import TrackedRun, columns, flat
 
 
@@ -31,6 +31,9 @@ class TrackioClient:
 
     def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def rolled_back(self, step: int, to: int) -> None:
+        self._run.alert(f"went back to step {to}", given_up(step, to), step=step)
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         data = columns(rows)

@@ -8,9 +8,11 @@ from typing import Any
 import wandb
 
 from miles_like.config.sections.watched.trackers import TrackersConfig
-from miles_like.report.trackers.client import run_name
+from miles_like.report.trackers.client import given_up, run_name
 from miles_like.report.trackers.run_files import TrackedRun, columns
 from miles_like.report.trackers.sent import FOLDER
+
+_TAG = "rolled back"
 
 
 class WandbClient:
@@ -39,6 +41,10 @@ class WandbClient:
 
     def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def rolled_back(self, step: int, to: int) -> None:
+        self._run.config.update({f"rolled_back/{step}": given_up(step, to)}, allow_val_change=True)
+        self._run.tags = (*(tag for tag in self._run.tags or () if tag != _TAG), _TAG)
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         data = columns(rows)

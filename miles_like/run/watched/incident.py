@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_like.alerts.machine import Event
-from miles_like.limits.regular_files import parse_json, read_regular, replace_bytes
+from miles_like.limits.regular_files import json_lines, parse_json, read_regular, replace_bytes
 from miles_like.protocols import Fencing
 from miles_like.report.paired.scores import eval_file, read_answers, scores_of
 
@@ -101,9 +101,8 @@ def _samples(run_dir: Path, before: int, after: int) -> Iterator[str]:
         if not path.exists():
             yield f"There are no samples of step {step}."
             continue
-        rows = [
-            parse_json(line) for line in read_regular(path, _ROLLOUTS_BYTES).decode("utf-8", "replace").splitlines()
-        ]
+        text = read_regular(path, _ROLLOUTS_BYTES).decode("utf-8", "replace")
+        rows = [parse_json(line) for line in json_lines(text)]
         rows.sort(key=lambda s: s["reward"] if isinstance(s["reward"], int | float) else 0.0, reverse=best_first)
         yield f"### Step {step}, the {SHOWN} of {'highest' if best_first else 'lowest'} reward"
         yield ""

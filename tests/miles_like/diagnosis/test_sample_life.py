@@ -1,9 +1,8 @@
-"""The life of a sample, from files as a run writes them, against advantages and shares that are computed by hand."""
+"""The life of a sample, from files as a run writes them, against shares that are computed by hand."""
 
 from __future__ import annotations
 
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,10 @@ from tests.miles_like.diagnosis.test_step_seconds import TINY, span
 
 REWARDS = {"p1": (0.0, 1.0, 1.0), "p2": (0.5, 0.5, 2.0)}
 TOKENS = {"p1": (2, 4, 3), "p2": (1, 5, 2)}
+ADVANTAGES: dict[str, tuple[float | list[float], ...]] = {
+    "p1": (-1.0, [2.0, -2.0, 1.0, -1.0], 0.5),
+    "p2": (0.0, -0.5, 2.0),
+}
 
 
 def sample(prompt: str, i: int, **more: Any) -> dict[str, Any]:
@@ -25,7 +28,7 @@ def sample(prompt: str, i: int, **more: Any) -> dict[str, Any]:
         "prompt_id": prompt,
         "index": i,
         "prompt": f"the prompt {prompt}",
-        "response": f"response {i} \x1b[2J",
+        "response": f"response {i} \x1b[2J \u2028",
         "answer": "4",
         "reward": REWARDS[prompt][i],
         "reward_parts": {"format": 0.25},
@@ -36,6 +39,7 @@ def sample(prompt: str, i: int, **more: Any) -> dict[str, Any]:
         "token_ids": [1] * (n + 2),
         "loss_mask": [0, 0] + [1] * n,
         "logprobs": [-0.5] * n,
+        "advantages": ADVANTAGES[prompt][i],
     } | more
 
 
@@ -43,7 +47,9 @@ def sample(prompt: str, i: int, **more: Any) -> dict[str, Any]:
 def run_dir(tmp_path: Path) -> Path:
     store_config(load_config(TINY, ["algorithm.name=grpo"]), tmp_path / "config.toml")
     (tmp_path / "rollouts").mkdir()
-    text = "".join(json.dumps(sample(p, i)) + "\n" for p in REWARDS for i in range(3))
+    shares = {("p1", 2): {"routing_agreement": 0.25}, ("p1", 1): {"routing_agreement": 0.75}}
+    rows = [sample(p, i, **shares.get((p, i), {})) for p in REWARDS for i in range(3)]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (tmp_path / "rollouts" / "step_3.jsonl").write_text(text)
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "routing/expert_agreement": 0.97}\n')
     lost = {"step": 2, "ticket": 1, "prompt": "p1", "trained": [], "discarded": {"too old": 3}}
@@ -52,14 +58,14 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_a_life_has_what_the_trainer_made_of_the_sample(run_dir: Path) -> None:
-    """GRPO: (r - mean) / std of the group, that of a sample; a mean over tokens weights by tokens."""
+    """A mean over tokens weights by tokens; of advantages of tokens the mean |advantage| counts."""
     life = life_of(run_dir, "p1/2", [{"step": 3.0, "routing/expert_agreement": 0.97}])
     (one,) = life.trained
-    advantages = {p: [(r - statistics.fmean(rs)) / statistics.stdev(rs) for r in rs] for p, rs in REWARDS.items()}
-    assert one.advantage == pytest.approx(advantages["p1"][2], rel=1e-4)
-    parts = {(p, i): abs(advantages[p][i]) * TOKENS[p][i] for p in REWARDS for i in range(3)}
-    assert one.loss_share == pytest.approx(parts["p1", 2] / sum(parts.values()), rel=1e-4)
-    assert (one.step, one.rewards, one.agreement) == (3, REWARDS["p1"], 0.97)
+    assert one.advantage == 0.5
+    assert one.loss_share == pytest.approx(0.5 * 3 / (1.0 * 2 + 1.5 * 4 + 0.5 * 3 + 0.0 * 1 + 0.5 * 5 + 2.0 * 2))
+    (other,) = life_of(run_dir, "p1/1", []).trained
+    assert (other.advantage, other.loss_share) == (0.0, pytest.approx(6 / 16))
+    assert (one.step, one.rewards, one.agreement, one.of_step) == (3, REWARDS["p1"], 0.25, 0.97)
     assert life.discarded == ((2, "too old", 3),)
 
 
@@ -77,14 +83,19 @@ def test_its_times_are_those_of_its_step(run_dir: Path) -> None:
     lines = sample_lines(run_dir, "p1/2")
     assert "     0.000 s +   2.000 s  generate (driver)" in lines and "\x1b" not in "".join(lines)
     assert any("weight versions: 2 (tokens 0 to 2)" in line for line in lines)
-    assert any("0.9700 of the step's experts agree" in line for line in lines)
+    assert any("choose 0.2500 of its recorded experts too; of the step's samples 0.9700" in line for line in lines)
+    assert "  routes: not compared with the trainer's own; of the step's samples 0.9700" in sample_lines(
+        run_dir, "p2/0"
+    )
     assert any("reward: 1 (format 0.25); of its group: 0, 1, 1" in line for line in lines)
 
 
-def test_an_advantage_that_needs_more_is_not_guessed(run_dir: Path) -> None:
-    store_config(load_config(TINY, ["algorithm.name=ppo"]), run_dir / "config.toml")
-    life = life_of(run_dir, "p1/2", [])
-    assert life.trained[0].advantage is None and "values" in str(life.why_no_advantage)
+def test_an_advantage_that_is_not_written_is_not_guessed(run_dir: Path) -> None:
+    rows = [sample(p, i) for p in REWARDS for i in range(3)]
+    del rows[4]["advantages"]
+    (run_dir / "rollouts" / "step_3.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (one,) = life_of(run_dir, "p1/2", []).trained
+    assert one.advantage is None and one.loss_share is None
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,9 @@ def step(at: float, number: int) -> list[TracedSpan]:
     ]
 
 
+PHASES = {"rollout": 10.0, "train": 6.0, "publish": 2.0, "experience": 0.0}
 ROWS = [
-    {"step": float(n), "perf/step_s": 20.0, "perf/train_s": 6.0, "perf/publish_s": 2.0, "perf/experience_s": 0.0}
+    {"step": float(n), "perf/step_s": 20.0, **{f"perf/{phase}_s": seconds for phase, seconds in PHASES.items()}}
     for n in (1, 2, 3)
 ]
 SPANS = [one for n in (1, 2, 3) for one in step(100.0 * n, n)]
@@ -100,6 +101,17 @@ def test_without_traces_the_tail_follows_from_lengths() -> None:
     assert tail_of_lengths([[], [0]]) is None
     found = {s.what: s.seconds for s in shares(ROWS, {}, 0.25)}
     assert found == pytest.approx({"sampling": 9.0, "longest samples": 3.0, "training": 6.0, "publication": 2.0})
+
+
+def test_a_run_without_rollout_has_no_sampling() -> None:
+    """Of given examples: training, and what the driver does between two of them."""
+    given = [{"step": row["step"], "perf/step_s": 8.0, "perf/train_s": 6.0} for row in ROWS]
+    assert {s.what: s.seconds for s in shares(given, {})} == pytest.approx({"training": 6.0, "packing": 2.0})
+    ranks = [s for s in SPANS if s.name in ("train", "meet")]
+    found = {s.what: s.seconds for s in shares(given, traced_steps(ranks))}
+    assert found == pytest.approx(
+        {"training": 5.5 * 0.8, "packing waste": 5.5 * 0.2, "ranks that wait for the batch": 0.5, "packing": 2.0}
+    )
 
 
 def test_every_remedy_names_keys_that_exist() -> None:

@@ -1,4 +1,4 @@
-"""What is written of a sample's tokens: advantages, and in the steps that are due the trainer's log-probs.
+"""What is written of a sample's tokens: advantages, in the steps that are due the trainer's log-probs; and its routes.
 
 Why it must hold: a token that shows the values of another one hides the cause of a mismatch.
 The trainer is a stand-in whose log-prob of a token is its id. Not covered: that ranks compute them, tests/e2e.
@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from miles_like.batch.packer import Packer
-from miles_like.experience.token_columns import TrainerLogprobs, token_columns
+from miles_like.experience.token_columns import TrainerLogprobs, token_columns, with_agreement
 from miles_like.protocols import TrainerRanks
-from miles_like.types import SampleGroup, Scored, TrainBatch
+from miles_like.types import SampleGroup, Scored, SharedExperts, TrainBatch
 from tests.support.made_samples import group, sample
 
 DP = 2
@@ -73,3 +73,17 @@ def test_advantages_of_tokens_are_those_of_sampled_ones() -> None:
     of_tokens = [[torch.arange(len(s.token_ids)).float() for s in g.samples] for g in groups()]
     found = columns(0, [of_tokens[0], of_tokens[1], [None, 2.0]], Ranks())
     assert found[1][0] == {"advantages": [2.0, 3.0, 4.0]} and found[2] == [{}, {"advantages": 2.0}]
+
+
+def test_each_sample_has_the_agreement_of_its_own_optimizer_step() -> None:
+    """A prompt that comes twice in a rollout has one name in each of its steps, and two in one."""
+    twice = [group([sample("p", i, response_len=2) for i in range(2)]) for _ in range(2)]
+    given = [[{"advantages": 1.0}, {"advantages": 2.0}]] * 2
+    apart = with_agreement(given, twice, [{"p/0": SharedExperts(3, 4)}, {"p/0": SharedExperts(1, 4)}])
+    assert apart == [
+        [{"advantages": 1.0, "routing_agreement": 0.75}, {"advantages": 2.0}],
+        [{"advantages": 1.0, "routing_agreement": 0.25}, {"advantages": 2.0}],
+    ]
+    together = with_agreement((), twice, [{"p/1": SharedExperts(0, 4), "p/1#2": SharedExperts(4, 4)}])
+    assert together == [[{}, {"routing_agreement": 0.0}], [{}, {"routing_agreement": 1.0}]]
+    assert with_agreement(given, twice, [{}]) is given, "of a dense model"

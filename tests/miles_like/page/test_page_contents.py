@@ -95,6 +95,7 @@ def test_samples_have_turns_and_values_of_their_tokens(tmp_path: Path) -> None:
         "logprobs": [-0.5, -1.0, -0.25],
         "trainer_logprobs": [-0.75, -1.0, -0.125],
         "advantages": 0.5,
+        "routing_agreement": 0.875,
     }
     write_rows(tmp_path, [(9, {"a": 1.0})])
     (tmp_path / "rollouts").mkdir()
@@ -121,6 +122,7 @@ def test_samples_have_turns_and_values_of_their_tokens(tmp_path: Path) -> None:
     causes = {w["cause"]: w["figure"] for w in data_of(tmp_path)["samples"][0]["worst"]}
     assert causes == {
         "largest log-prob gap": 0.25,
+        "routes that the trainer would not choose": 0.125,
         "least likely under the rollout": 0.5,
         "weight versions within a sample": 2,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -50,6 +51,11 @@ class TraceConfig(Section):
             )
         if wrong := [rank for rank in self.profile_ranks if rank < 0]:
             raise ValueError(f"trace.profile_ranks has {wrong[0]}: ranks are counted from 0")
+        if self.otlp is not None and "@" in urlsplit(self.otlp).netloc:
+            raise ValueError(
+                "trace.otlp has a user or password, which would be written to the run directory: remove them, and "
+                "export OTEL_EXPORTER_OTLP_HEADERS"
+            )
         if self.otlp is not None and not self.on:
             raise ValueError(f"trace.otlp = {self.otlp!r} has no effect with trace.on = false: set trace.on = true")
         return self

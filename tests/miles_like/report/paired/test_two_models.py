@@ -23,7 +23,8 @@ def made(run_dir: Path, step: int, right: float, *, sets: dict[str, int] | None 
     for name, problems in (SETS if sets is None else sets).items():
         for i in range(problems):
             hard = random.Random(f"{name} {i}").random()
-            lines.append({"set": name, "mode": "greedy", "prompt_id": f"p{i}", "reward": float(hard < right)})
+            answer = {"set": name, "mode": "greedy", "prompt_id": f"p{i}", "response": "a\u2028line"}
+            lines.append(answer | {"reward": float(hard < right)})
     write_answers(eval_file(run_dir, step), lines)
     (run_dir / "checkpoints" / f"step_{step}").mkdir(parents=True, exist_ok=True)
     (run_dir / "metrics.jsonl").write_text(json_row(step, {"rollout/reward/mean": right}) + "\n")

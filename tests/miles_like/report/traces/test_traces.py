@@ -23,6 +23,7 @@ from miles_like.report.traces.chrome import read_trace, rows, trace_events, writ
 from miles_like.report.traces.clocks import NodeClocks, measure
 from miles_like.report.traces.parts import Parts, TracedSpan
 from miles_like.report.traces.writer import TraceWriter, parts_of, trace_files, with_samples
+from tests.support.otlp_collector import collector
 
 
 @pytest.fixture(autouse=True)
@@ -200,7 +201,7 @@ def test_a_window_has_what_began_in_its_steps(tmp_path: Path) -> None:
         "steps_000005-000005.json": ["of step 5"],
     }
     assert sent == [3, 2, 1] and said == ["traces: the collector is away; the run goes on"]
-    assert not spans.on()
+    assert not spans.on() and not parts_of(tmp_path).exists(), "the files have them"
 
 
 def test_what_a_killed_start_left_is_written_by_the_next(tmp_path: Path) -> None:
@@ -230,30 +231,31 @@ def test_spans_of_servers_get_the_samples_of_their_requests() -> None:
     assert [s.args.get("samples") for s in with_samples(found)[1:]] == [["p/0", "p/1"], []]
 
 
-def test_the_same_spans_are_sent_by_opentelemetry(tmp_path: Path) -> None:
-    """With the SDK's own exporter to memory: names, times, attributes; a process is an instance of the service."""
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+def test_a_collector_gets_the_same_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over HTTP, by OTLP's own messages: names, times, attributes; a process is an instance of the service. A span that
+    is sent again has its number."""
+    from miles_like.report.traces.otlp import otlp_export
 
-    from miles_like.report.traces.otlp import OtlpExport
-
-    memory = InMemorySpanExporter()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-team=blue")
     found = [
         made(5_000, 3_000, args={"version": 2, "samples": ["p/0", "p/1"], "none": None}),
         made(6_000, 1_000, process="trainer_rank0", pid=9, name="train"),
     ]
-    export = OtlpExport(tmp_path, memory)
-    export.send(found)
-    sent = memory.get_finished_spans()
-    assert [(s.name, s.start_time, s.end_time) for s in sent] == [("a", 5_000, 8_000), ("train", 6_000, 7_000)]
-    assert dict(sent[0].attributes or {}) == {"version": 2, "samples": ["p/0", "p/1"], "none": "None"}
-    assert [s.resource.attributes["service.instance.id"] for s in sent] == ["driver.1", "trainer_rank0.9"]
-    export.send(found)
-    again = memory.get_finished_spans()[2:]
-    assert [s.context.span_id for s in again] == [s.context.span_id for s in sent]
-    assert len({s.context.span_id for s in sent}) == 2 and len({s.context.trace_id for s in sent}) == 1
-    memory.shutdown()
-    with pytest.raises(RuntimeError, match="the collector did not take 2 of 2 spans"):
+    with collector() as there:
+        export = otlp_export(tmp_path, there.url)
         export.send(found)
+        assert [(s.instance, s.name, s.start, s.end) for s in there.spans] == [
+            ("driver.1", "a", 5_000, 8_000),
+            ("trainer_rank0.9", "train", 6_000, 7_000),
+        ]
+        assert there.spans[0].attributes == {"version": 2, "samples": ["p/0", "p/1"], "none": "None"}
+        assert there.headers[0]["x-team"] == "blue"
+        export.send(found)
+        assert len(there.spans) == 4 and len({s.number for s in there.spans}) == 2
+        assert len({s.trace for s in there.spans}) == 1
+        there.status = 400
+        with pytest.raises(RuntimeError, match="the collector did not take 2 of 2 spans"):
+            export.send(found)
 
 
 def test_each_line_of_a_part_is_json(tmp_path: Path) -> None:

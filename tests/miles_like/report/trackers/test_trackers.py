@@ -1,5 +1,5 @@
-"""Rows, configuration and samples of a run in W&B, MLflow and Trackio: by their own clients, offline, over a resume;
-and what is left of a run whose tracker hangs.
+"""Rows, configuration and samples of a run in W&B, MLflow and Trackio: by their own clients, offline, over a resume and
+a step back; and what is left of a run whose tracker hangs.
 
 The trackers' stores are read by their own code, W&B's file by the format of its log (that of LevelDB's log files).
 """
@@ -94,10 +94,11 @@ def wandb_records(run_dir: Path) -> Iterator[Any]:
 
 
 def of_wandb(run_dir: Path, project: str) -> dict[str, Any]:
-    losses, tables, found = [], [], dict[str, Any]()
+    losses, tables, tags, found = [], [], list[str](), dict[str, Any]()
     for record in wandb_records(run_dir):
         if record.HasField("run"):
             found |= {"project": record.run.project, "id": record.run.run_id}
+            tags = list(record.run.tags)
             found |= {
                 "/".join([*([i.key] if i.key else []), *i.nested_key]): json.loads(i.value_json)
                 for i in record.run.config.update
@@ -108,7 +109,8 @@ def of_wandb(run_dir: Path, project: str) -> dict[str, Any]:
         if any(key.startswith("samples") for key in items):
             tables.append(items)
     text = "".join(p.read_text() for p in (run_dir / "trackers" / "wandb").rglob("*.table.json"))
-    config = {"seed": found["seed"], "optimizer": found["optimizer"]["name"], "commit": found["run"]["commit"]}
+    config = {"seed": found["seed"], "optimizer": found["optimizer"]["name"]} | found["run"]
+    config["back"] = [found[k] for k in found if k.startswith("rolled_back")] if tags == ["rolled back"] else []
     assert found["project"] == project and found["id"] == read_sent(run_dir, "wandb").run_id
     return {"losses": losses, "tables": len(tables), "samples": text, **config}
 
@@ -128,6 +130,8 @@ def of_mlflow(run_dir: Path, project: str) -> dict[str, Any]:
         "seed": int(found.data.params["seed"]),
         "optimizer": found.data.params["optimizer.name"],
         "commit": found.data.tags["mlflow.source.git.commit"],
+        "versions": {"torch": found.data.tags["run.versions.torch"]},
+        "back": [text for key, text in found.data.tags.items() if key.startswith("rolled_back.")],
     }
 
 
@@ -137,6 +141,7 @@ def of_trackio(run_dir: Path, project: str) -> dict[str, Any]:
         metrics = [(s, json.loads(m)) for s, m in opened.execute("SELECT step, metrics FROM metrics ORDER BY id")]
         names = {name for (name,) in opened.execute("SELECT run_name FROM metrics")}
         ((config,),) = opened.execute("SELECT config FROM configs").fetchall()
+        back = [text for (text,) in opened.execute("SELECT text FROM alerts WHERE step = 5")]
     assert names == {f"demo-{read_sent(run_dir, 'trackio').run_id}"}
     tables = [m["samples"] for _, m in metrics if "samples" in m]
     found = json.loads(config)
@@ -147,6 +152,8 @@ def of_trackio(run_dir: Path, project: str) -> dict[str, Any]:
         "seed": int(found["seed"]),
         "optimizer": found["optimizer.name"],
         "commit": found["run.commit"],
+        "versions": {"torch": found["run.versions.torch"]},
+        "back": back,
     }
 
 
@@ -161,7 +168,8 @@ STORES: dict[str, Callable[[Path, str], dict[str, Any]]] = {
 def test_a_resumed_run_goes_on_in_the_same_tracker_run(
     name: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is resumed at step 1 of 3: steps 2 and 3 are there already, with other losses, and are not sent twice."""
+    """The run is resumed at step 1 of 3: steps 2 and 3 are there already, with other losses, and are not sent twice.
+    Then it goes back with step 5 to step 3: the rows stay, and the run is marked."""
     secrets = {"WANDB_API_KEY": PLANTED * 3, "HF_TOKEN": PLANTED, "MLFLOW_TRACKING_PASSWORD": PLANTED}
     for key, value in secrets.items():
         monkeypatch.setenv(key, value)
@@ -169,14 +177,18 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(
     first = read_sent(run_dir, name)
     kept = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)[:2]
     (run_dir / "metrics.jsonl").unlink()
-    (run_dir / "metrics.jsonl").write_text("".join(kept) + lines(*(row(step, 10.0 + step) for step in range(2, 6))))
+    later = [row(step, 10.0 + step) for step in range(2, 5)] + [{"step": 5, "wall_s": 7.0, "rollback/to": 3}]
+    (run_dir / "metrics.jsonl").write_text("".join(kept) + lines(*later, row(6, 16.0)))
     assert forwarded(run_dir, settings(name)) == []
     found = STORES[name](run_dir, "miles-like")
-    assert found["losses"] == [(0, 1.0), (1, 0.5), (2, pytest.approx(1 / 3)), (3, 0.25), (4, 14.0), (5, 15.0)]
-    assert (found["seed"], found["optimizer"], found["commit"]) == (3, "muon", "c0ffee")
+    assert found["losses"] == [(0, 1.0), (1, 0.5), (2, pytest.approx(1 / 3)), (3, 0.25), (4, 14.0), (6, 16.0)]
+    about = (found["seed"], found["optimizer"], found["commit"], found["versions"])
+    assert about == (3, "muon", "c0ffee", {"torch": "2.13"})
+    (back,) = found["back"]
+    assert back.startswith("step 5 has the weights of step 3 again")
     assert found["tables"] == 1 and all(f"p{i}" in found["samples"] for i in (0, 1, 6, 7))
     state = read_sent(run_dir, name)
-    assert (state.run_id, state.step, state.table, state.finished) == (first.run_id, 5, 4, True)
+    assert (state.run_id, state.step, state.table, state.finished) == (first.run_id, 6, 6, True)
     assert state.owner != first.owner
     for path in run_dir.rglob("*"):
         assert not path.is_file() or PLANTED.encode() not in path.read_bytes(), path
@@ -253,6 +265,7 @@ class Flaky:
             raise ConnectionError(f"https://me:secret@host refused {PLANTED}")
         self.got.append(step)
 
+    def rolled_back(self, step: int, to: int) -> None: ...
     def table(self, step: int, rows: Any) -> None: ...
     def close(self) -> None: ...
 

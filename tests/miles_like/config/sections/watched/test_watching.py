@@ -26,6 +26,10 @@ WRONG: dict[str, tuple[tuple[str, ...], Facts]] = {
     "steps as words": (("trace.profile_steps='all'",), ("trace.profile_steps", "'all'")),
     "a rank that is not there": (("trace.profile_steps='1'", "trace.profile_ranks=[7]"), ("trace.profile_ranks", 7)),
     "a rank below 0": (("trace.profile_ranks=[-1]",), ("trace.profile_ranks", -1)),
+    "a password in a collector's address": (
+        ("trace.otlp='https://me:planted@host/v1/traces'",),
+        ("trace.otlp", "OTEL_EXPORTER_OTLP_HEADERS"),
+    ),
     "a collector without traces": (("trace.otlp='http://host'",), ("trace.otlp", "trace.on")),
 }
 
