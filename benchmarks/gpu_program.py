@@ -79,6 +79,8 @@ STEPS = (
             *SHORT,
         ),
     ),
+    Step(name="sglang", script="tests/gpu/test_stock_sglang_cuda.py"),
+    Step(name="sglang_turns", script="tests/gpu/test_stock_turns_cuda.py"),
     Step(name="plan", script="tests/gpu/test_plan_cuda.py"),
     Step(name="codec_rates", script="benchmarks/gpu_rates.py", arguments=("--only", "codecs")),
     Step(name="rates", script="benchmarks/gpu_rates.py"),

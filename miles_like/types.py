@@ -435,6 +435,7 @@ class PublishReport:
     packed: float | None = (
         None  # share of the bytes of rank 0's buffers that a Triton kernel gathered; None: no buffers
     )
+    decoding: float | None = None  # share of embedded servers in which Triton kernels decode; None: there are none
 
     def followed_by(self, later: PublishReport) -> PublishReport:
         """Both publications of one version as one: their bytes and seconds are added, the rest is the later one's."""

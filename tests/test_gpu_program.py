@@ -34,6 +34,11 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+def test_every_file_for_a_gpu_is_a_step(program: ModuleType) -> None:
+    steps = [Path(step.script).name for step in program.STEPS if step.script.startswith("tests/")]
+    assert sorted(steps) == sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+
+
 @pytest.mark.slow
 def test_a_step_leaves_its_counts_its_facts_and_its_status(program: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "test_two.py").write_text(FILE)

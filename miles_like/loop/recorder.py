@@ -181,6 +181,7 @@ class Recorder:
             "sync/seconds": report.seconds,
             **({} if report.triton is None else {"sync/triton": report.triton}),
             **({} if report.packed is None else {"sync/packed": report.packed}),
+            **({} if report.decoding is None else {"rollout/triton": report.decoding}),
             **({} if report.whole_bytes is None else {"sync/delta_frac": report.bytes / report.whole_bytes}),
             **stats.metrics(),
             "perf/rollout_s": rollout_s,

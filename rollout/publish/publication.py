@@ -57,6 +57,7 @@ class Sent(NamedTuple):
     failed: tuple[ServerFault, ...] = ()
     whole_bytes: int | None = None
     directory: Path | None = None
+    decoding: float | None = None
 
 
 def publish_stream(
@@ -86,4 +87,5 @@ def publish_stream(
         failed=sent.failed,
         whole_bytes=sent.whole_bytes,
         directory=sent.directory,
+        decoding=sent.decoding,
     )

@@ -108,8 +108,8 @@ class TensorPublisher:
         began, self._stage = time.perf_counter(), Stage.PAUSED
         servers.ask(endpoints.PAUSE, PauseRequest(mode=self._mode).to_json())
         nbytes, checksums = self._update(servers, itertools.chain(emptying(held), buckets), version)
-        servers.ask(endpoints.CONTINUE, {})
-        return Sent(nbytes, time.perf_counter() - began, checksums, servers.lost)
+        servers.resume()
+        return Sent(nbytes, time.perf_counter() - began, checksums, servers.lost, decoding=servers.decoding)
 
     def _ready(self, servers: ServerSet) -> AbstractContextManager[None]:
         """Around a publication to these servers, before anything is encoded."""

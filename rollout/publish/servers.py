@@ -89,6 +89,9 @@ class ServerSet:
         self._fence = fence
         self.urls = tuple(u.rstrip("/") for u in urls)
         self.lost: tuple[ServerFault, ...] = ()
+        self.decoding: float | None = (
+            None  # share of embedded servers in which Triton kernels decode; None: there are none
+        )
         self._goes_on = goes_on
         self._timeout_s = timeout_s
         self._key = key
@@ -118,6 +121,12 @@ class ServerSet:
     def ask(self, endpoint: str, body: Json) -> list[Any]:
         """POST to all servers; returns the replies in the order of `urls`. Raises RolloutError with all failures."""
         return self._post(endpoint, [orjson.dumps(body)] * len(self.urls), _as_it_is)  # encoded once: it may be large
+
+    def resume(self) -> None:
+        """Lets the servers generate again. An embedded server answers whether Triton kernels decode (`decoding`)."""
+        replies = self.ask(endpoints.CONTINUE, {})
+        found = [bool(reply["triton"]) for reply in replies if isinstance(reply, dict) and "triton" in reply]
+        self.decoding = sum(found) / len(found) if found else None
 
     def get(self, endpoint: str, check: Callable[[str, str, Any], T]) -> list[T]:
         """GET from all servers; returns what `check` makes of URL, endpoint and reply of each. Raises RolloutError as

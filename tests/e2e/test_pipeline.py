@@ -118,9 +118,10 @@ def test_a_run_leaves_what_it_promises(demo: Demo) -> None:
         *("routing/replay_coverage", "routing/agreement", "async/staleness/mean", "async/staleness/max"),
         *("async/dropped", "perf/tokens_per_s_rollout", "perf/tokens_per_s_train", "perf/step_s", "perf/rollout_s"),
         *("perf/train_s", "perf/publish_s", "perf/pause_s", "sync/bytes", "sync/seconds", "sync/triton"),
+        "rollout/triton",
     )
     assert not [k for k in wanted if k not in rows[1]]
-    assert rows[1]["sync/triton"] == 0, "PyTorch encodes on a CPU"
+    assert rows[1]["sync/triton"] == rows[1]["rollout/triton"] == 0, "PyTorch encodes and decodes on a CPU"
     assert {r["step"] for r in rows if "eval/heldout/avg@1" in r} == {0, 2, 3}
 
 

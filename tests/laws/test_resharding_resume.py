@@ -21,7 +21,6 @@ from tests.support.layouts import EXPERTS, ROUTED, agree_on_port
 from tests.support.spawn import free_port, run_ranks
 
 LAYERS = 4  # one dense, three of experts: two pipeline stages of two virtual ones
-ROUTED_LAYERS = tuple(range(1, LAYERS))
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1 rank": {},
     "TP2": {"tp": 2},
@@ -50,9 +49,9 @@ Found = dict[str, Any]
 
 
 def train(t: Any, steps: Sequence[int]) -> Metrics:
-    dp, out = t.config.parallel.dp, []
+    dp, layers, out = t.config.parallel.dp, t.family.moe_layers(t.hf), []
     for step in steps:
-        rows, tokens = toy.grid(toy.samples(8, seed=step, layers=ROUTED_LAYERS, experts=EXPERTS), dp=dp, micros=4 // dp)
+        rows, tokens = toy.grid(toy.samples(8, seed=step, layers=layers, experts=EXPERTS), dp=dp, micros=4 // dp)
         metrics = t.step(rows[t.dp_rank], tokens, step + 1).metrics
         out.append({key: metrics[key] for key in COMPARED})
     return out

@@ -1,9 +1,9 @@
-"""The law of tests/sglang_cpu/test_weight_paths.py on one server, with one rank or several."""
+"""The law of tests/sglang_cpu/test_weight_paths.py on one server, with one rank or several, on a CPU or a GPU."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,16 +26,16 @@ SIZES = (1, 200_000, 1 << 30)  # bytes of a bucket: one module each, some, all
 
 
 class Stock:
-    """A stock server of the checkpoint `model`, and other weights of it."""
+    """A stock server of the checkpoint `model`, and other weights of it on the device of the trainer."""
 
-    def __init__(self, url: str, tp_size: int, model: Path) -> None:
-        self.url, self.tp_size, self.checkpoint = url, tp_size, HFCheckpoint(model)
+    def __init__(self, url: str, tp_size: int, model: Path, device: str = "cpu") -> None:
+        self.url, self.tp_size, self.device, self.checkpoint = url, tp_size, device, HFCheckpoint(model)
         config = self.checkpoint.config
         self.fused = family_of(config).bind(config).fused()
 
     def weights(self, factor: float) -> list[NamedTensor]:
-        read = self.checkpoint.read
-        return [NamedTensor(n, (read(n).float() * factor).to(read(n).dtype)) for n in self.checkpoint.names()]
+        named = [(n, self.checkpoint.read(n).to(self.device)) for n in self.checkpoint.names()]
+        return [NamedTensor(n, (x.float() * factor).to(x.dtype)) for n, x in named]
 
     def target(self, **config: object) -> PublishTarget:
         publish = PublishConfig.model_validate(config)
@@ -46,7 +46,7 @@ class Stock:
             config=publish,
             fused=self.fused,
             tp_size=self.tp_size,
-            handles="memory" if publish.path == "tensor" else None,
+            handles=None if publish.path != "tensor" else "cuda" if self.device == "cuda" else "memory",
             timeout_s=300.0,
         )
 
@@ -62,7 +62,7 @@ class Stock:
             servers.close()
 
 
-def check_paths(stock: Stock, home: Path) -> None:
+def check_paths(stock: Stock, home: Path, paths: Sequence[str] = ("tensor", "distributed")) -> None:
     """The server has its first weights at the end."""
     first = stock.checksums()
     assert len(first) == stock.tp_size
@@ -70,7 +70,7 @@ def check_paths(stock: Stock, home: Path) -> None:
     DiskPublisher(stock.target(path="disk"), shared).publish(stock.weights(1.5), version=1)
     wanted = stock.checksums()
     version = 1
-    for path in ("tensor", "distributed"):
+    for path in paths:
         publisher = TensorPublisher(stock.target(path=path), send=True)
         for size in SIZES:
             version += 1
@@ -81,6 +81,7 @@ def check_paths(stock: Stock, home: Path) -> None:
             assert stock.checksums() == wanted, (path, size)
             assert report.bytes == stock.checkpoint.nbytes
         publisher.publish(stock.weights(1.0), version=version)
+        del publisher  # and its segments
     assert not mapped_segments(os.getpid())
     for before, after in zip(first, wanted, strict=True):
         assert sum(before[n] != after[n] for n in before) > 0.9 * len(before)  # a few are constants, as k_scale

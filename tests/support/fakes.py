@@ -163,6 +163,7 @@ class FakeServer:
         self.corrupt = False  # store other bytes than were sent
         self.rank = 0  # whose entry of a request with several it loads
         self.paused = ""
+        self.triton: bool | None = None  # an embedded server's way of decoding; None: a stock server's reply
         self.in_session = False
         self.calls: list[tuple[str, Any]] = []
         self.started_ts = time.time()
@@ -308,7 +309,8 @@ class FakeServer:
 
     def _continue_generation(self, _: Any) -> tuple[int, Any]:
         self.paused = ""
-        return 200, {"message": "Generation continued successfully.", "status": "ok"}
+        decodes = {} if self.triton is None else {"triton": self.triton}
+        return 200, {"message": "Generation continued successfully.", "status": "ok"} | decodes
 
     def _abort_request(self, _: Any) -> tuple[int, Any]:
         return 200, b""

@@ -1,8 +1,10 @@
 """The codecs' Triton kernels, run by Triton's interpreter on CPU tensors, beside the plain codecs.
 
-    TRITON_INTERPRET=1 python -m tests.support.interpreted_codecs CASE...
+    TRITON_INTERPRET=1 python -m tests.support.interpreted_codecs [--whole] CASE...
 
-prints a JSON object, case -> what differs in bits. The interpreter is chosen when Triton is imported, hence a process.
+prints a JSON object, case -> what differs in bits. With --whole each case has all kinds of memory and decodes all
+weights in all ways; else those that share a kernel with another leave it to that. The interpreter is chosen when Triton
+is imported, hence a process.
 
 Two of the interpreter's operations (triton 3.7.1) are not those of a GPU and are replaced here: casts between floats,
 which truncate or round without carrying into the exponent, by PyTorch's, and fused multiply-add, which it rounds twice.
@@ -41,6 +43,15 @@ SPECS = {
     "nvfp4": QuantSpec(format=QuantFormat.NVFP4),
     "nvfp4 of modelopt": QuantSpec(format=QuantFormat.NVFP4, convention="modelopt"),
 }
+# whose kernel reads weights of other dtypes, strides and addresses in another case
+BESIDE_ANOTHER = {
+    "fp8 in blocks of 3 x 40",
+    "fp8 along rows",
+    "fp8-ue8m0 along rows",
+    "int4 in groups of 8",
+    "nvfp4 of modelopt",
+}
+FEW = 3  # weights that are decoded to each dtype
 DIVISION = "division next to the middles of codes"
 IN_GROUPS = (11, 384)  # of every group; more than one program
 
@@ -69,12 +80,15 @@ def kinds_of_weights(shape: tuple[int, int]) -> dict[str, Tensor]:
     }
 
 
-def bundles(codec: Codec) -> Iterator[dict[str, Tensor]]:
-    """Weights that are encoded together, in one launch for each shape; the parts of their names say what they are."""
+def bundles(codec: Codec, *, all_memory: bool = True) -> Iterator[dict[str, Tensor]]:
+    """Weights that are encoded together, in one launch for each shape; the parts of their names say what they are.
+    all_memory: also of fp32, with strides, and at odd addresses."""
     bn, bk = codec.block
     # ragged: no multiple of a block, nor of the 16 that Triton specializes kernels for
     made = kinds_of_weights((bn + bn // 2, bk + 11) if bn > 1 else (IN_GROUPS[0], IN_GROUPS[1] // bk * bk))
     yield {NAME.format(kind, "down_proj"): w for kind, w in made.items()}
+    if not all_memory:
+        return
     w = made["gaussian"]
     several = {NAME.format(i, p): w * (i + 1) for i, p in itertools.product(range(2), ("gate_proj", "up_proj"))}
     yield several | {
@@ -85,25 +99,27 @@ def bundles(codec: Codec) -> Iterator[dict[str, Tensor]]:
     }
 
 
-def different(codec: Codec) -> Iterator[str]:
-    """What kernels compute otherwise than plain PyTorch does."""
-    for bundle in bundles(codec):
+def different(codec: Codec, *, all_memory: bool = True, whole: bool = True) -> Iterator[str]:
+    """What kernels compute otherwise than plain PyTorch does. whole: all encoded weights are decoded in all ways."""
+    for i, bundle in enumerate(bundles(codec, all_memory=all_memory)):
         plain, by_kernel = both(codec, lambda b=bundle: codec.encode(b))  # type: ignore[misc]
         for name, q in plain.items():
             for leaf, part in q.stored.items():
                 if not same(part, by_kernel[name].stored[leaf]):
                     yield f"{leaf} of {name}"
-        yield from stacks_different(codec, plain)
+        if whole or i == 0:
+            yield from stacks_different(codec, plain, whole=whole)
         plain, by_kernel = both(codec, lambda b=bundle: codec.fake(b))  # type: ignore[misc]
         yield from (f"fake {name}" for name in plain if not same(plain[name], by_kernel[name]))
     yield from codes_different(codec)
     yield from refusals_different(codec)
 
 
-def stacks_different(codec: Codec, encoded: Mapping[str, QuantTensor]) -> Iterator[str]:
+def stacks_different(codec: Codec, encoded: Mapping[str, QuantTensor], *, whole: bool = True) -> Iterator[str]:
     """Of weights of one shape, one by one or in one tensor for each leaf, as the embedded engine has them."""
     shape = next(iter(encoded.values())).shape
     alike = {name: q for name, q in encoded.items() if q.shape == shape}
+    alike = alike if whole else dict(itertools.islice(alike.items(), FEW))
     stacked = {leaf: torch.stack([q.stored[leaf] for q in alike.values()]) for leaf in codec.stored}
     qs = list(alike.values())
     ways: dict[str, Callable[[], Tensor]] = {
@@ -214,8 +230,12 @@ def main() -> None:
     as_on_a_gpu()
     np.seterr(all="ignore")
     torch.set_num_threads(1)
-    found = {case: list(different(make_codec(SPECS[case]))) for case in sys.argv[1:] or SPECS}
-    if not sys.argv[1:]:
+    cases, whole = [word for word in sys.argv[1:] if word != "--whole"], "--whole" in sys.argv
+    found = {
+        case: list(different(make_codec(SPECS[case]), all_memory=whole or case not in BESIDE_ANOTHER, whole=whole))
+        for case in cases or SPECS
+    }
+    if not cases:
         middles = triton_division.MIDDLES.items()
         found[DIVISION] = [f"{n} codes of {kind}" for kind, m in middles if (n := triton_division.different(m))]
     print(json.dumps(found))

@@ -215,7 +215,7 @@ def bias(t: Any) -> list[float]:
 def references(rank: int, world: int, port: int, where: Path, cases: Mapping[str, Case]) -> dict[str, Run]:
     """The single rank's run for each key of `cases`; it writes its start and its gradients."""
     alone = {case.key: Case(case.model, settings=case.settings, rows=case.rows) for case in cases.values()}
-    return {key: _run(rank, world, free_port(), where, case, write=True) for key, case in alone.items()}
+    return {key: run_case(rank, world, free_port(), where, case, write=True) for key, case in alone.items()}
 
 
 def in_layouts(rank: int, world: int, port: int, where: Path, cases: Mapping[str, Case]) -> dict[str, Run]:
@@ -223,7 +223,7 @@ def in_layouts(rank: int, world: int, port: int, where: Path, cases: Mapping[str
     out = {}
     for i, (name, case) in enumerate(cases.items()):
         port = agree_on_port(where / f"port-{world}-{i}", rank)
-        out[name] = _run(rank, world, port, where, case, write=False)
+        out[name] = run_case(rank, world, port, where, case)
     return out
 
 
@@ -237,7 +237,8 @@ def agree_on_port(file: Path, rank: int) -> int:
     return int(file.read_text())
 
 
-def _run(rank: int, world: int, port: int, where: Path, case: Case, *, write: bool) -> Run:
+def run_case(rank: int, world: int, port: int, where: Path, case: Case, *, write: bool = False) -> Run:
+    """write: the single rank's run, which the others start from and are compared with."""
     start, whole = where / f"{case.key}-start", where / f"{case.key}-gradients.pt"
     hf = toy.hf_dir(where / f"{case.model}-hf-{rank}", MODELS[case.model])
     cfg = toy.config(hf, **case.settings, **case.layout)

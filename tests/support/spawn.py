@@ -7,17 +7,20 @@ spawned afresh, each would spend five seconds on the imports.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import multiprocessing
 import os
 import pickle
 import random
+import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,14 +71,61 @@ def _serve(line: Connection) -> None:
         line.send_bytes(pickle.dumps(answer))
 
 
-class _Rank:
-    """A process and the line to it."""
+def _fork_ranks(begin: bytes, lines: list[Connection]) -> None:
+    """A process that calls `begin` and forks a rank for each line; it ends after them."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # before a module that `begin` imports reads it
+    try:
+        pickle.loads(begin)()
+    except BaseException:  # as `_serve`
+        for line in lines:
+            line.send_bytes(pickle.dumps((None, traceback.format_exc())))
+        raise
+    gc.collect()
+    gc.freeze()  # as in warm.py
+    forked = []
+    for line in lines:
+        if pid := os.fork():
+            forked.append(pid)
+            continue
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with this process
+        for other in lines:
+            if other is not line:
+                other.close()
+        code = 1
+        try:
+            _serve(line)
+            code = 0
+        finally:
+            os._exit(code)
+    for line in lines:
+        line.close()
+    for pid in forked:
+        os.waitpid(pid, 0)
 
-    def __init__(self, context: ForkServerContext | SpawnContext) -> None:
-        self.line, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,))
-        self.process.start()
+
+class _Rank:
+    """A process and the line to it. process: of several ranks, where they are forked from one."""
+
+    def __init__(self, line: Connection, process: BaseProcess) -> None:
+        self.line, self.process = line, process
+
+    @staticmethod
+    def start(context: ForkServerContext | SpawnContext) -> _Rank:
+        line, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,))
+        process.start()
         theirs.close()
+        return _Rank(line, process)
+
+    @staticmethod
+    def fork(begin: Callable[[], object], count: int) -> list[_Rank]:
+        context = multiprocessing.get_context("spawn")
+        lines, theirs = zip(*(context.Pipe() for _ in range(count)), strict=True)
+        process = context.Process(target=_fork_ranks, args=(pickle.dumps(begin), list(theirs)))
+        process.start()
+        for line in theirs:
+            line.close()
+        return [_Rank(line, process) for line in lines]
 
     def stop(self, patience: float) -> None:
         self.line.close()
@@ -121,19 +171,23 @@ def run_ranks(
     timeout_s: float = 240.0,
     keep: bool = False,
     cold: bool = False,
+    begin: Callable[[], object] | None = None,
 ) -> list[Any]:
     """[fn(rank, world_size, port, *args)] in rank order; fn is a module-level function, results and args pickle.
 
     `port` is free on loopback when the ranks start. With `keep` the processes are those of the last call that asked so,
     with what those have imported since: for functions that leave their world and change nothing else in their process.
-    With `cold` nothing is imported in them yet. Raises AssertionError with a rank's traceback when one fails, and
+    With `cold` nothing is imported in them yet; with `begin` they are forked from a process that has called this
+    function and imported nothing else before. Raises AssertionError with a rank's traceback when one fails, and
     TimeoutError after timeout_s; either way no process is left behind, but for kept ones until this process ends.
     """
     ranks = _kept[:world_size] if keep else []
     if keep:
         del _kept[:world_size]
     context = multiprocessing.get_context("spawn") if cold else warm_context()
-    ranks += [_Rank(context) for _ in range(len(ranks), world_size)]
+    if begin is not None:
+        ranks = _Rank.fork(begin, world_size)
+    ranks += [_Rank.start(context) for _ in range(len(ranks), world_size)]
     port, patience = free_port(), 0.1
     try:
         for i, rank in enumerate(ranks):
@@ -142,6 +196,8 @@ def run_ranks(
         if keep:
             _kept[:0], ranks = ranks, []
     finally:
+        for rank in ranks:
+            rank.line.close()  # all of them first: a process of several ends after the last
         for rank in ranks:
             rank.stop(patience)
     return out

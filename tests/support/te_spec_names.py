@@ -1,21 +1,25 @@
-"""Names and shapes of one rank's models, built from the spec that argv names, each of a config and kernels in argv's
-JSON list; prints JSON of them, and with "te" the facts of the installed release. Its own process: TransformerEngine's
-modules must be there before megatron is imported, and nowhere else."""
+"""Names and shapes of one rank's models of either spec, and the facts of the installed release of TransformerEngine, in
+a rank's own process (`spawn.run_ranks`)."""
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
+Config = dict[str, Any]
 
-def main(kind: str, jobs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
-    from megatron_bridge.device import device
+
+def te_names(rank: int, world: int, port: int, jobs: list[tuple[Config, dict[str, Any]]]) -> dict[str, Any]:
+    """jobs: models and their kernels. In a process of `te.process.init_te`."""
     from tests.support.te import facts, process
 
-    env = process.init_te() if kind == "te" else device.init_device()
-    built = [_built(kind, env, hf, kernels) for hf, kernels in jobs]
-    return {"built": built, "facts": facts.facts() if kind == "te" else {}}
+    env = process.init_te()
+    return {"built": [_built("te", env, hf, kernels) for hf, kernels in jobs], "facts": facts.facts()}
+
+
+def local_names(rank: int, world: int, port: int, models: list[Config]) -> list[dict[str, Any]]:
+    from megatron_bridge.device.device import init_device
+
+    return [_built("local", init_device(), hf, {}) for hf in models]
 
 
 def _built(kind: str, env: Any, hf: dict[str, Any], kernels: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +119,3 @@ def _not_finite(chunk: Any, model: Any) -> list[str]:
                 weight[0, 0] = torch.nan
         reported.append(watch.bad_weight() if act == "weight" else (watch.found or ((), "nothing"))[1])
     return reported
-
-
-if __name__ == "__main__":
-    print("\n" + json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))

@@ -106,6 +106,7 @@ class DirectoryDelivery:
             failed=sent.failed,
             whole_bytes=written.whole_bytes,
             triton=written.triton,
+            decoding=sent.decoding,
         )
 
     async def publish(self, version: int) -> PublishReport:

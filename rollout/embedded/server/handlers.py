@@ -260,7 +260,13 @@ class Handlers:
     async def resume(self, request: Request) -> Response:
         read(EmptyBody, await json_body(request), endpoints.CONTINUE)
         await self._call(self.service.engine.resume)
-        return json_reply({"message": "Generation continued successfully.", "status": "ok"})
+        done = {"message": "Generation continued successfully.", "status": "ok"}
+        return json_reply(done | {"triton": self._by_triton})
+
+    @property
+    def _by_triton(self) -> bool:
+        """Whether kernels attend to the cache and draw tokens."""
+        return by_triton(self.service.engine.cache.values[0])
 
     async def flush_cache(self, request: Request) -> Response:
         until = time.monotonic() + _flush_timeout(request.query_params.get("timeout", "0"))
@@ -326,7 +332,7 @@ class Handlers:
             "weight_version": engine.version,  # the current one, not that of the command line
             "internal_states": [state],
             "exact_fingerprint": await self._call(lambda: getattr(engine.model.ops, "fingerprint", None)),
-            "triton": by_triton(engine.cache.values[0]),  # whether kernels attend to the cache and draw tokens
+            "triton": self._by_triton,
             "version": "embedded",
         }
         return json_reply(vars(self.args) | more)

@@ -44,7 +44,7 @@ class DifferenceLoads(DirectoryLoads):
             self._stage = Stage.CHANGED
             flush_cache(servers, self._mode)
             checksums = compare_checksums(servers, None) if self._target.config.verify else ()
-            servers.ask(endpoints.CONTINUE, {})
+            servers.resume()
         except RolloutError as e:
             asked = f"All servers still serve version {against}; publish again, which sends all weights"
             state = asked if self._stage is Stage.ASKED else self._give_up(servers)
@@ -52,7 +52,7 @@ class DifferenceLoads(DirectoryLoads):
         finally:
             servers.close()
         self._served = None  # no directory has all tensors of what is served
-        return Sent(0, time.perf_counter() - began, checksums, servers.lost)
+        return Sent(0, time.perf_counter() - began, checksums, servers.lost, decoding=servers.decoding)
 
     def _prepare(self, servers: ServerSet, request: UpdateFromDisk) -> None:
         servers.change(endpoints.UPDATE_FROM_DISK, request.to_json())

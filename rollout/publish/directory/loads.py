@@ -66,7 +66,7 @@ class DirectoryLoads:
         finally:
             servers.close()
         self._served, self._before = (path, version), {}
-        return Sent(nbytes, time.perf_counter() - began, checksums, servers.lost)
+        return Sent(nbytes, time.perf_counter() - began, checksums, servers.lost, decoding=servers.decoding)
 
     def keep_only(self, path: Path) -> None:
         """Removes the directories of other versions: servers may read lazily, so this waits for `load`."""
@@ -131,7 +131,7 @@ def _update_from_disk(
     reached(Stage.CHANGED)
     flush_cache(servers, mode)
     checksums = compare_checksums(servers, None) if verify else ()
-    servers.ask(endpoints.CONTINUE, {})
+    servers.resume()
     return checksums
 
 

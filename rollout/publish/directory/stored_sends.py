@@ -30,7 +30,7 @@ class StoredSends(DirectoryLoads):
         """As `DirectoryLoads.load`. The bytes are those that were sent."""
         whole = HFCheckpoint(path)
         report = self._publisher.publish(_in_units(whole, self._target.fused), version=version)
-        return Sent(report.bytes, report.pause_seconds, report.checksums, report.failed)
+        return Sent(report.bytes, report.pause_seconds, report.checksums, report.failed, decoding=report.decoding)
 
 
 class _Encoded(TensorPublisher):

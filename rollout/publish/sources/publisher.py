@@ -64,6 +64,7 @@ class SourcesPublisher(TensorPublisher):
             pause_seconds=sent.pause_seconds,
             checksums=sent.checksums,
             failed=sent.failed,
+            decoding=sent.decoding,
         )
 
     # ---- the leading source

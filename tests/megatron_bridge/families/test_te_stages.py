@@ -22,6 +22,7 @@ from tests.support.built_ranks import BuiltRank, build_configured
 from tests.support.chosen import chosen, later
 from tests.support.plans import model_of, path_of, shipped
 from tests.support.spawn import run_ranks
+from tests.support.te.process import init_te
 
 HERE = "tests/megatron_bridge/families/test_te_stages.py"
 FIRST = ("deepseek_v3_fp8",)
@@ -48,26 +49,24 @@ def _local(config: TrainerConfig) -> TrainerConfig:
     return config.model_copy(update={"kernels": KernelsConfig(spec="local")})
 
 
-def _build(rank: int, world: int, port: int, names: list[str]) -> dict[str, list[BuiltRank]]:
-    """Of TransformerEngine's modules on rank 0, of local ones on rank 1."""
+def _build(rank: int, world: int, port: int, names: list[str], te: bool) -> dict[str, list[BuiltRank]]:
+    """Of TransformerEngine's modules or of local ones."""
     from megatron_bridge.device.device import init_device
-    from tests.support.te.process import init_te
 
-    if rank == 0:
-        init_te()
-    else:
-        init_device()
+    init_device()
     out = {}
     for name in names:
         config, hf = _of(name)
-        config = config if rank == 0 else _local(config)
-        out[name] = build_configured(config, hf, _ranks(config, hf), te=rank == 0)
+        config = config if te else _local(config)
+        out[name] = build_configured(config, hf, _ranks(config, hf), te=te)
     return out
 
 
 @pytest.fixture(scope="module")
 def built(request: pytest.FixtureRequest) -> tuple[dict[str, list[BuiltRank]], dict[str, list[BuiltRank]]]:
-    te, local = run_ranks(_build, 2, chosen(request, "name", NAMES), cold=True, timeout_s=900.0)
+    names = chosen(request, "name", NAMES)
+    (te,) = run_ranks(_build, 1, names, True, begin=init_te, timeout_s=900.0)
+    (local,) = run_ranks(_build, 1, names, False, keep=True, timeout_s=900.0)
     return te, local
 
 

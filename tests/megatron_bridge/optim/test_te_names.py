@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +11,10 @@ import pytest
 from megatron_bridge.optim.param_names import renamer
 from megatron_bridge.optim.te_names import checkpoint_state, is_extra, local_name, stored_key
 from tests.support.refusals import check_refusal
+from tests.support.spawn import run_ranks
 from tests.support.te.facts import OPTIONAL
+from tests.support.te.process import init_te
+from tests.support.te_spec_names import local_names, te_names
 from tests.support.tiny_models import CONFIGS, tiny, tiny_qwen
 
 ROOT = Path(__file__).parents[3]
@@ -29,28 +29,17 @@ EXPERTS: dict[str, dict[str, Any]] = {"grouped": {"grouped_gemm": True}, "sequen
 CASES = [(m, e) for m in MODELS for e in EXPERTS if e == "grouped" or m in ("deepseek", "qwen with a dense layer")]
 
 
-def _names(kind: str, jobs: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """In its own process: this one's megatron was imported without TransformerEngine."""
-    arguments = [kind, json.dumps([(MODELS[model], kernels) for model, kernels in jobs])]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.te_spec_names", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
-
-
 @pytest.fixture(scope="module")
 def te() -> dict[str, Any]:
-    return _names("te", [(model, EXPERTS[experts]) for model, experts in CASES])
+    """In its own process: the others' megatron is imported without TransformerEngine."""
+    jobs = [(MODELS[model], EXPERTS[experts]) for model, experts in CASES]
+    (found,) = run_ranks(te_names, 1, jobs, begin=init_te)
+    return found  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
 def built(te: dict[str, Any]) -> dict[tuple[str, ...], dict[str, Any]]:
-    local = _names("local", [(model, {}) for model in MODELS])["built"]
+    (local,) = run_ranks(local_names, 1, list(MODELS.values()), keep=True)
     return dict(zip([(m, "local") for m in MODELS], local, strict=True)) | dict(zip(CASES, te["built"], strict=True))
 
 

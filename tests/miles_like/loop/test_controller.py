@@ -289,15 +289,15 @@ def test_every_row_has_the_timings(tmp_path: Path) -> None:
     assert row["perf/rollout_s"] >= 0.009
     assert row["perf/train_s"] >= 0.009
     assert row["perf/step_s"] >= row["perf/rollout_s"] + row["perf/train_s"] - 1e-3
-    assert row["sync/bytes"] == 3 and not row.keys() & {"sync/triton", "sync/packed"}
+    assert row["sync/bytes"] == 3 and not row.keys() & {"sync/triton", "sync/packed", "rollout/triton"}
 
 
 def test_a_row_has_the_shares_of_triton() -> None:
     class Encoding(World):
         async def publish(self, *, version: int) -> PublishReport:
-            return replace(await super().publish(version=version), triton=0.75, packed=0.5)
+            return replace(await super().publish(version=version), triton=0.75, packed=0.5, decoding=0.25)
 
     world = Encoding()
     world.run(1)
     row = world.rows[-1][1]
-    assert (row["sync/triton"], row["sync/packed"]) == (0.75, 0.5)
+    assert (row["sync/triton"], row["sync/packed"], row["rollout/triton"]) == (0.75, 0.5, 0.25)

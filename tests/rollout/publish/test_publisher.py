@@ -94,6 +94,16 @@ def test_the_order_of_requests(mode: str) -> None:
     assert bodies[endpoints.UPDATE_FROM_TENSOR]["weight_version"] == "1"
 
 
+def test_the_report_has_the_share_of_servers_in_which_kernels_decode() -> None:
+    """As their replies to the last request of a publication say; a server that failed before it has no part."""
+    with FakeServer() as a, FakeServer() as b, FakeServer() as lost:
+        assert publisher([a, b]).publish(weights(), version=1).decoding is None
+        a.triton, b.triton, lost.triton = True, False, True
+        lost.fault[endpoints.END_UPDATE] = "http_500"
+        report = publisher([a, b, lost], goes_on=True).publish(weights(), version=2)
+    assert report.decoding == 0.5 and [fault.url for fault in report.failed] == [lost.url]
+
+
 def test_encoding_comes_before_the_pause() -> None:
     """Servers should not wait for the trainer's gathers; only what exceeds hold_bytes is made while they are paused."""
     with FakeServer() as server:

@@ -51,9 +51,9 @@ class Extension(types.ModuleType):
         self.FP8FwdTensors, self.FP8BwdTensors = FP8FwdTensors, FP8BwdTensors
         self.called: dict[str, int] = {}
         for name, function in functions.items():
-            setattr(self, name, self._counted(name, function))
+            setattr(self, name, self.counted(name, function))
 
-    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.called[name] = self.called.get(name, 0) + 1
             return function(*args, **kwargs)

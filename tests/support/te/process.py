@@ -101,7 +101,7 @@ def import_te() -> extension.Extension:
         kernels = importlib.import_module("transformer_engine.pytorch.triton.permutation")
         for name, function in permutation.FUNCTIONS.items():
             assert hasattr(kernels, name), name
-            setattr(kernels, name, function)
+            setattr(kernels, name, made.counted(name, function))
         ring: Any = importlib.import_module(_RING)
         ring.flash_attn_p2p_communicate = context_parallel.waited_once(ring.flash_attn_p2p_communicate)
     finally:
@@ -125,10 +125,12 @@ def init_te(capability: tuple[int, int] = HOPPER) -> DeviceEnv:
     _pretend_cuda(capability)
     deep_ep.install()
     with device_module._eager_fuser():
-        import_te()
+        made = import_te()
         importlib.import_module("megatron.core")
     for shim in shims.MEGATRON_SHIMS:
         shim.install()
+    buffer: Any = deep_ep.Buffer
+    buffer.dispatch = made.counted("dispatch", buffer.dispatch)
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(device_module._QuietRngTracker())
 
     def init_device() -> DeviceEnv:

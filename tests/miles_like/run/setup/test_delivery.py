@@ -41,7 +41,7 @@ class Loads:
     def load(self, path: Path, version: int, nbytes: int) -> Sent:
         self.log.append((str(path), version, *self.urls, self.joins))
         lost = (ServerFault(self.urls[0], "gone", answers=False),) if len(self.urls) > 1 else ()
-        return Sent(nbytes, pause_seconds=0.5, failed=lost)
+        return Sent(nbytes, pause_seconds=0.5, failed=lost, decoding=0.5)
 
     def keep_only(self, path: Path) -> None:
         self.log.append(f"keep {path}")
@@ -71,6 +71,7 @@ def test_a_version_is_written_once_and_loaded_by_whom_it_is_for() -> None:
     assert first.seconds >= 2.0 > joined.seconds and later.seconds >= 2.0
     assert (first.version, later.version, first.bytes, first.pause_seconds) == (1, 2, 7, 0.5)
     assert first.triton == joined.triton == 0.25, "of the writing"
+    assert first.decoding == later.decoding == 0.5, "of the loading"
 
 
 def test_another_version_than_the_one_written_is_not_loaded() -> None:

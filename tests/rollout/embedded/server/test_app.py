@@ -191,6 +191,7 @@ def test_health_and_info(http: httpx.Client) -> None:
         assert (reply.status_code, reply.content) == (200, b"")
     server = http.get("/server_info").json()
     assert server["max_total_num_tokens"] == 65536 and server["context_length"] == 256
+    assert http.post("/continue_generation", json={}).json()["triton"] is server["triton"] is False
 
 
 def test_a_client_waits_for_a_server_to_be_idle_before_it_flushes(
