@@ -10,9 +10,9 @@ one round; the first round does not count. Ranks are processes of one thread tha
 gather, the requests and the servers' loading are not in the figures of the disk. By handles and in a group one rank
 publishes the weights in BF16 to a process that copies them to its parameters, as a rank of stock SGLang does: requests,
 packing, receiving and that copy are in these figures (`weight_receiver.py`). From shards to slices two ranks publish to
-an embedded server of two ranks (`weight_slices.py`), beside the same broadcast. Bytes are those of the files; of
-requests and broadcasts on a loopback device of the benchmark's own, which takes root; of the segments of shared memory;
-and those that ranks of the server report.
+an embedded server of two ranks (`weight_slices.py`), at most a quarter of the experts, beside the same broadcast. Bytes
+are those of the files; of requests and broadcasts on a loopback device of the benchmark's own, which takes root; of the
+segments of shared memory; and those that ranks of the server report.
 
     python benchmarks/weight_sync.py [--quick] [--directory DIR]
 """
@@ -62,6 +62,7 @@ GOALS = {
     "distributed_bytes_of_encoded_max": 1.02,
 }
 HIDDEN, EXPERT = 2048, 768
+SLICED = 64  # experts at most of the publication to slices: four processes hold them, two of them in FP32
 BUCKET = 64 << 20  # of sources, which hold three each
 PIECE = 64 << 20
 Work = Callable[[Path, list[NamedTensor], int, int, QuantSpec | None], None]
@@ -186,7 +187,7 @@ def requested(stream: list[NamedTensor], nbytes: int, *, alone: bool) -> dict[st
         "distributed_copies_of_gloo": alone_distributed / gloo,
         "distributed_pause_s": distributed.pause_s,
     }
-    slices = resharded(len(stream) // 3, HIDDEN, EXPERT)
+    slices = resharded(min(SLICED, len(stream) // 3), HIDDEN, EXPERT)
     out |= {
         "reshard_gb_s": slices.rate / 1e9,
         "reshard_of_gloo": slices.rate / gloo,
