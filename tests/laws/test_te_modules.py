@@ -52,7 +52,7 @@ CASES: dict[str, Case] = {
     "EP2, fused permutation": Case("mla", FUSED | {"dp": 2, "ep": 2}),
     "EP2 by DeepEP, fused permutation": Case("gqa", FUSED_FLEX | {"dp": 2, "ep": 2}),
 }
-LORA = {"lora": {"rank": 4, "alpha": 6.0, "targets": ["attention", "experts", "mlp"]}}
+LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 6.0, "targets": ["attention", "experts", "mlp"]}}
 CASES |= {
     "TP2 and ETP2, adapters of grouped experts": Case("mla", GROUPED | {"tp": 2, "etp": 2}, LORA),
     "EP2, adapters": Case("gqa", GROUPED | {"dp": 2, "ep": 2}, LORA),
@@ -71,7 +71,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "EP2, grouped experts": GROUPED | {"dp": 2, "ep": 2},
     "TP2, an expert at a time": SEQUENTIAL | {"tp": 2},
 }
-TARGETS = {"lora": LORA["lora"] | {"targets": ["attention", "experts", "shared_experts", "mlp"]}}
+TARGETS: dict[str, Any] = {"lora": LORA["lora"] | {"targets": ["attention", "experts", "shared_experts", "mlp"]}}
 BY_LAYOUT = later(ADAPTED, [], beside=HERE)
 # key of `kernels` -> a function of the package's extension, or of DeepEP's buffer, that computes where it is set
 CHOSEN = {
@@ -118,7 +118,7 @@ def _on_te(rank: int, world: int, port: int, where: Path, cases: dict[str, Case]
             t.save(where / name / "of-local")
             trained[name] = resume.train(t, (2, 3))
             t.save(where / name / "of-te")
-    called: dict[str, int] = sys.modules[extension.NAME].called  # type: ignore[attr-defined]
+    called: dict[str, int] = sys.modules[extension.NAME].called
     runs: dict[str, layouts.Run] = {}
     calls: dict[str, set[str]] = {}
     for i, (name, case) in enumerate(cases.items()):

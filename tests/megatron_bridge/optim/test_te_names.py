@@ -140,7 +140,8 @@ def test_what_is_not_finite_is_said_by_the_experts_global_number(
 ) -> None:
     """One grouped linear holds all experts of a rank, and numbers them from 0: expert 3 of the second of two ranks is
     one of the model's other half, and is called as checkpoints and name patterns call it."""
-    half = MODELS[model].get("n_routed_experts", MODELS[model].get("num_experts")) // 2
+    hf: dict[str, Any] = MODELS[model]
+    half = (hf.get("n_routed_experts") or hf["num_experts"]) // 2
     expert = f"decoder.layers.2.mlp.experts.local_experts.{half + 3}.linear_fc1.weight"
     gradient, total, weight = built[model, "grouped"]["not finite"]
     check_refusal(gradient, expert, 0)
