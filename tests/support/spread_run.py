@@ -77,7 +77,9 @@ def command() -> None:
     vars(trainer_ranks).update(_Rank=SeenRank)
     vars(rollout_servers).update(_Server=SeenServer)
     if size := os.environ.get(UNIT_BYTES):
-        to_megatron.convert_source.__kwdefaults__["unit_bytes"] = int(size)
+        defaults = to_megatron.convert_source.__kwdefaults__
+        assert defaults is not None
+        defaults["unit_bytes"] = int(size)
     app(sys.argv[1:])
 
 
