@@ -8,6 +8,7 @@ handler of SIGUSR1 that it has registered with faulthandler.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 _WRITTEN_S = 10.0  # for processes to write their stacks
@@ -200,11 +202,23 @@ def write_report(directory: Path, name: str, head: str, found: Mapping[str, Stac
         return None
 
 
+def _frames() -> Mapping[int, FrameType]:
+    """The frame of each thread. Without a garbage collection: Python before 3.13 holds a lock meanwhile for which a
+    thread that begins or ends waits, and the collection may wait for that thread (python/cpython#106883)."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _own_stacks() -> Iterator[str]:
     """The stacks of this process, as faulthandler writes them, the main thread's first. It writes 100 threads, of which
     the main one would be the last."""
     main, names = threading.main_thread().ident, {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+    for ident, frame in sorted(_frames().items(), key=lambda item: item[0] != main):
         yield f"Thread 0x{ident:08x} [{names.get(ident, '')}] (most recent call first):\n"
         for at, line in traceback.walk_stack(frame):
             yield f'  File "{at.f_code.co_filename}", line {line} in {at.f_code.co_name}\n'
