@@ -145,6 +145,7 @@ class Rule(NamedTuple):
 
 
 SERVERS = "server head|server part"
+LEFT = "the row of ranks on the other node goes on, equal but for rounding"
 OUT_OF_MEMORY = "out of memory|device out of memory"
 RULES = (
     # harmless: nothing depends on the wall clock, and a slow process is waited for
@@ -170,17 +171,8 @@ RULES = (
     Rule("teacher", "*", "*", Must("goes on", "its server is restarted and asked again", ("teacher",))),
     Rule("reward", "*", "garbage", Must("ends", "a reply that is no score is an error of a program")),
     Rule("reward", "*", "*", Must("goes on", "the request is sent again until the service is back")),
-    Rule(
-        "node",
-        "*",
-        "*",
-        Must(
-            "goes on",
-            "one row of ranks and the server on the node that is left: equal but for rounding",
-            ("ranks",),
-            False,
-        ),
-    ),
+    Rule("node", "asleep", "*", Must("goes on", f"{LEFT} while its server sleeps", ("ranks",), False)),
+    Rule("node", "*", "*", Must("goes on", f"{LEFT}, and its server is started again", ("ranks", "server"), False)),
     Rule("Ray head", "*", "partition", Must("goes on", "calls between actors do not pass through the head")),
     Rule("Ray head", "*", "*", Must("ends", "the cluster is lost with it")),
 )
