@@ -168,10 +168,13 @@ class RoutingReplay:
         out: dict[str, SharedExperts] = {}
         for micro, shared in zip(micros, torch.cat(rows).cpu().split([len(x) for x in rows]), strict=True):
             fed, layers = self._shards[micro].fed, self.shared[micro][1]
-            real = fed.tokens >= 0
-            of = torch.searchsorted(fed.ends[1:].long(), fed.tokens[real], right=True)
-            counts = torch.bincount(of, minlength=len(fed.samples)) * layers * self._top_k
-            sums = torch.zeros_like(counts).index_add_(0, of, shared[real].long())
+            real = fed.tokens >= 0  # no selection by it: the plan's fake tensors have no number of true elements
+            of = torch.searchsorted(fed.ends[1:].long(), fed.tokens.clamp(min=0), right=True).clamp(
+                max=len(fed.samples) - 1
+            )
+            zeros = torch.zeros(len(fed.samples), dtype=torch.int64)
+            counts = zeros.index_add(0, of, real.long()) * layers * self._top_k
+            sums = zeros.index_add(0, of, shared.long())
             for name, common, n in zip(fed.samples, sums.tolist(), counts.tolist(), strict=False):
                 if name and n:
                     out[name] = SharedExperts(common, n)

@@ -30,6 +30,7 @@ READS: dict[tuple[str, str], float] = {
     ("megatron.core.distributed.finalize_model_grads", "finalize_model_grads"): 1.0,
     ("megatron.core.transformer.attention", "custom_forward"): 1.0,  # a kind of mask, which packs do not use
     ("megatron_bridge.optim.optimizer", "prime_state"): 0.0,
+    ("megatron_bridge.step.replay_hook", "agreement"): 1.0,  # experts of a sample's routes
     ("quant.formats.codec", "_refuse"): 0.0,  # no weight is damaged
     ("quant.formats.e4m3", "within_e4m3"): 1.0,
     ("quant.formats.codec", "_tops"): 1.0,
