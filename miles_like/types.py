@@ -108,20 +108,50 @@ class Unscored:
     away: bool = field(default=False, compare=False)
 
 
+# a chat message: role and content, and what its role has besides
+Message: TypeAlias = Mapping[str, Json]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """An environment's reply to a turn of the policy."""
 
     text: str = ""  # appended to the turn as it is, so it includes the chat template's markers
     token_ids: tuple[int, ...] = ()  # instead of text
+    messages: tuple[Message, ...] = ()  # instead of text: the chat template's markers are added
     ends: bool = False  # the episode is over
-    reward: float | None = None  # of the episode; None: the run's reward scores it
+    # of the turn that is answered. The reward of an episode is the sum of its turns'; None for all turns: the run's
+    # reward scores it
+    reward: float | None = None
 
     def __post_init__(self) -> None:
-        if sum((bool(self.text), bool(self.token_ids), self.ends)) != 1:
-            raise ValueError(f"{self}: set text, token_ids or ends = True")
-        if self.reward is not None and not (self.ends and math.isfinite(self.reward)):
-            raise ValueError(f"{self}: a reward is a finite number, given when the episode ends")
+        if sum((bool(self.text), bool(self.token_ids), bool(self.messages), self.ends)) != 1:
+            raise ValueError(f"{self}: set text, token_ids, messages or ends = True")
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError(f"{self}: a reward is a finite number")
+
+
+class EnvironmentLost(Exception):
+    """An environment, or what it needs, does not answer: its episode is discarded with this reason, a few words, and
+    the run goes on. Any other exception of an environment ends the run."""
+
+
+POLICY = "policy"  # `Span.who`: the policy sampled these tokens
+ENVIRONMENT = "environment"  # `Span.who`: what answered a turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A stretch of a sample's tokens: a turn, or what a parser found in one."""
+
+    who: str  # POLICY or ENVIRONMENT
+    start: int  # the index of its first token in the sample
+    end: int  # one after the last
+    what: str = "turn"  # "turn"; within one: "reasoning", "tool_call", "tool_result"
+    name: str = ""  # of the tool
+    status: str = ""  # of a tool call: "ok", or why it was not made; of a turn: why it ended, if not by the policy
+    reward: float | None = None  # of a turn
+    seconds: float = 0.0  # by the clock, to sample a turn or to answer it
 
 
 REFERENCE = "reference"  # stream: log-probs under the reference weights; also the name of these weights in the trainer
@@ -157,6 +187,7 @@ class Sample:
     reward_parts: Mapping[str, float] = field(default_factory=dict)  # components of the reward, only logged
     streams: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [S] or [S, C] fp32: other models' values
     candidates: Tensor | None = None  # [S, C] int64: further tokens at each position, whose log-probs a loss needs
+    spans: tuple[Span, ...] = ()  # of an episode, by start; of equal starts the longer first
 
     def __post_init__(self) -> None:
         s = self.token_ids.shape[0]  # len() of a tensor is slow, and a step makes hundreds of samples

@@ -283,7 +283,13 @@ def test_a_function_s_own_time_out_is_not_the_limit_s() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{}, {"text": "a", "ends": True}, {"text": "a", "token_ids": (1,)}, {"text": "a", "reward": 1.0}]
+    "wrong",
+    [
+        {},
+        {"text": "a", "ends": True},
+        {"text": "a", "token_ids": (1,)},
+        {"text": "a", "messages": ({"role": "user", "content": "b"},)},
+    ],
 )
 def test_an_observation_says_one_thing(wrong: dict[str, Any]) -> None:
     with refuses(ValueError, "token_ids"):
