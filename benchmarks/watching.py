@@ -6,7 +6,7 @@ threads, less that of an event loop which waits as long. Periods are shortened b
 
 - `health`: looks at /health of 64 servers, and the rest of what their fleet does beside the loop (`fleet/fleet.py`).
 - `servers`: looks at the processes of 64 servers over Ray (`cluster/rollout_servers.RayServers.deaths`).
-- `ranks`: looks at Ray's table of actors for 128 ranks (`cluster/lost/processes.first_deaths`).
+- `ranks`: looks at what Ray has reported of 128 ranks (`cluster/lost/processes.first_deaths`).
 
 - `pulse`: the signs of life of 64 rollout workers (`cluster/workers/actors.Pulse`), each with a call that waits.
 - `call`: the deadline of one call to 128 ranks that lasts the whole step (`nodes/waits.timed_out`).
@@ -136,10 +136,11 @@ async def server_deaths(seconds: float, servers: RayServers) -> None:
         await asyncio.sleep(every)
 
 
-async def rank_deaths(seconds: float) -> None:
+async def rank_deaths(seconds: float, servers: RayServers) -> None:
+    """With the actors of servers in the place of ranks."""
     processes.LOOK_S = 0.5 * seconds / STEP_S
-    ids = [f"{k:032x}" for k in range(RANKS)]
-    await asyncio.wait({asyncio.ensure_future(processes.first_deaths(ids))}, timeout=seconds)
+    ranks = [servers._actors[k % len(servers._actors)] for k in range(RANKS)]
+    await asyncio.wait({asyncio.ensure_future(processes.first_deaths(ranks))}, timeout=seconds)
 
 
 async def call(seconds: float) -> None:
@@ -187,7 +188,7 @@ def main() -> None:
     works: dict[str, Callable[[float], Any]] = {
         "health": lambda seconds: health(seconds, port),
         "servers": lambda seconds: server_deaths(seconds, servers),
-        "ranks": rank_deaths,
+        "ranks": lambda seconds: rank_deaths(seconds, servers),
         "pulse": pulses,
         "call": call,
     }

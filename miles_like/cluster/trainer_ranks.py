@@ -21,7 +21,7 @@ from miles_like.batch.packing import cut_shard
 from miles_like.batch.unpacking import summed
 from miles_like.cluster.actors import Process
 from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
-from miles_like.cluster.lost.processes import LOST, actor_id, end_processes, first_deaths, why_died
+from miles_like.cluster.lost.processes import LOST, end_processes, first_deaths, why_died
 from miles_like.cluster.observed.memory import StoreMemory, largest
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.rank import Place, PublisherFactory, Rank, TrainerFactory
@@ -224,12 +224,10 @@ class RayTrainer:
     async def lost(self) -> RanksLostError:
         """Waits until the process of a rank has ended, whether or not a call waits for it. Never returns once the ranks
         are closed."""
-        numbers = {actor_id(rank): i for i, rank in enumerate(self._ranks)}
-        found = await first_deaths(numbers)
+        found = await first_deaths(self._ranks)
         if self._closed:
             await asyncio.Event().wait()
-        lost = [self._lost_rank(numbers[actor], why) for actor, why in found.items()]
-        return self._lost_error(self._under_way, sorted(lost, key=lambda one: one.index))
+        return self._lost_error(self._under_way, [self._lost_rank(i, found[i]) for i in sorted(found)])
 
     def end(self) -> list[str]:
         """Kills the processes of all ranks, also those stopped by a signal, and waits until they have ended, 20 s at

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from miles_like.alerts.machine import Alerts
+from miles_like.alerts.rows import ROLLBACK
 from miles_like.config.sections.watched.alerts import AlertsConfig
 from miles_like.limits.regular_files import MIB
 from miles_like.page.curves import short
@@ -39,7 +40,9 @@ class RunAlerts:
             self.why = _unread(str(e))
 
     def read(self, row: Mapping[str, float]) -> None:
-        """The next row. One of the same step as the last adds to it."""
+        """The next row. One of the same step as the last adds to it. Alerts of steps that the run gives up are over."""
+        for one in self._found if ROLLBACK in row else ():
+            one["over"] = int(row["step"]) if one["over"] is None else one["over"]
         for event in () if self._alerts is None else self._alerts.read(row):
             if event.kind == "fired":
                 value, threshold = short(event.reading), short(event.threshold)

@@ -13,13 +13,15 @@ from typing import Any
 
 import ray
 from ray._private.state import state
+from ray.core.generated import gcs_pb2
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 
 from miles_like.nodes.members import living_nodes
 from miles_like.nodes.waits import on_node
 
 LOST = (RayActorError, ActorUnschedulableError)  # errors of calls to actors that do not answer any more
-LOOK_S = 0.5  # between two looks at Ray's table of actors
+LOOK_S = 0.5  # between two looks at the states of actors
+_DEAD = gcs_pb2.ActorTableData.ActorState.DEAD
 _ENDED_S = 20.0  # time limit for processes to end, once they have been killed
 _PROCESS = "a worker process died (killed, or out of memory)"
 _NODE = "its node is lost"
@@ -45,13 +47,17 @@ def why_died(cause: Exception | str) -> str:
     return _NODE if any(words in text for words in _NODE_WORDS) else _PROCESS
 
 
-async def first_deaths(ids: Collection[str]) -> Mapping[str, str]:
-    """Waits until an actor of `ids` is dead; returns as `dead_actors`. A head node that does not answer for a while is
-    asked again."""
+async def first_deaths(actors: Sequence[Any]) -> Mapping[int, str]:
+    """Waits until an actor is dead; number of an actor -> why, of all that are. Each must have been called before.
+
+    Ray's head node reports each death of an actor to the processes that have called it, so that a look at what this
+    process knows costs microseconds and no request. A head node that does not answer why is asked again."""
+    numbers = {actor_id(actor): i for i, actor in enumerate(actors)}
     while True:
         with contextlib.suppress(RayError, ConnectionError, TimeoutError):
-            if found := await asyncio.to_thread(dead_actors, ids):
-                return found
+            ended = any(actor._get_local_state() == _DEAD for actor in actors)
+            if ended and (found := await asyncio.to_thread(dead_actors, numbers)):
+                return {numbers[actor]: why for actor, why in found.items()}
         await asyncio.sleep(LOOK_S)
 
 

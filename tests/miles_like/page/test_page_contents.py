@@ -293,3 +293,14 @@ def test_a_page_of_a_server_may_ask_it(tmp_path: Path) -> None:
     found = data_of(tmp_path)
     page = page_text(found["runs"], found["samples"], {"poll_s": 1})
     assert "connect-src &#39;self&#39;" in page and page_data(page)["live"] == {"poll_s": 1} and found["live"] is None
+
+
+def test_alerts_of_steps_that_a_run_gave_up_are_over(tmp_path: Path) -> None:
+    """Recorded, as in tests/miles_like/alerts/test_alerts.py."""
+    recorded = ROOT / "tests" / "data" / "planted_learning_rate.jsonl"
+    (tmp_path / "metrics.jsonl").write_bytes(recorded.read_bytes())
+    found = data_of(tmp_path)["runs"][0]["alerts"]
+    steps = [(one["alert"], one["step"], one["over"]) for one in reversed(found)]
+    before, after = [("kl_spike", 31), ("eval_regression", 35)], [("kl_spike", 37), ("eval_regression", 40)]
+    assert [(alert, step) for alert, step, _ in steps] == before + after
+    assert all(step < over <= 36 for _, step, over in steps[:2]) and all(over <= 41 for *_, over in steps[2:])
