@@ -47,7 +47,7 @@ class Task:
     """One run."""
 
     name: str
-    settings: tuple[str, ...]  # over those of configs/tiny.toml
+    settings: tuple[str, ...]  # over those of the study's configuration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,13 @@ class Study:
     home: Path  # of the runs, with their checkpoint
     steps: int  # rollouts
     more: tuple[str, ...] = ()  # settings, of the checkpoint too
+    base: Path = ROOT / "configs" / "tiny.toml"
+    held_out: str = "heldout"  # the evaluation set
 
     def configured(self, task: Task) -> RunConfig:
         every = f"eval.every={max(1, self.steps // EVALUATIONS)}"
         settings = [*task.settings, f"train.steps={self.steps}", every, *self.more]
-        return load_config(ROOT / "configs" / "tiny.toml", settings)
+        return load_config(self.base, settings)
 
     def run(self, task: Task) -> dict[str, Any]:
         """The task's figures; `ended` is None, or the sentence with which it ended early."""
@@ -81,7 +83,7 @@ class Study:
                 ended = str(e)
         shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
         took = {"wall_s": time.perf_counter() - began, "cpu_s": cpu_seconds() - worked}
-        return {"ended": ended, **took, **figures(run_dir / "metrics.jsonl")}
+        return {"ended": ended, **took, **figures(run_dir / "metrics.jsonl", self.held_out)}
 
 
 def cpu_seconds() -> float:
@@ -91,14 +93,16 @@ def cpu_seconds() -> float:
     return float(sum(t.user + t.system + t.children_user + t.children_system for t in times))
 
 
-def figures(path: Path) -> dict[str, Any]:
+def figures(path: Path, held_out: str) -> dict[str, Any]:
     """Of one run, from its metrics.jsonl."""
     rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    tokens, curve, entropies = 0.0, [], []
+    tokens, curve, entropies, sampled = 0.0, [], [], []
     for row in rows:
         tokens += row.get("rollout/tokens") or 0.0
-        if (accuracy := row.get("eval/heldout/avg@1")) is not None:
+        if (accuracy := row.get(f"eval/{held_out}/avg@1")) is not None:
             curve.append([row["step"], tokens, accuracy])
+        if (reward := row.get("rollout/reward/mean")) is not None:
+            sampled.append([row["step"], tokens, reward])
         if (entropy := row.get("train/entropy")) is not None:
             entropies.append([row["step"], tokens, entropy])
     norms = _of(rows, "train/grad_norm")
@@ -106,6 +110,7 @@ def figures(path: Path) -> dict[str, Any]:
     return {
         "accuracy": curve,  # [rollouts, sampled tokens, greedy accuracy]
         "entropy": entropies,  # [rollouts, sampled tokens, nats/token]
+        "reward": sampled,  # [rollouts, sampled tokens, mean reward]
         "tokens": tokens,
         "grad_norm_median": statistics.median(norms) if norms else None,
         "grad_norm_max": max(norms, default=None),
@@ -115,7 +120,7 @@ def figures(path: Path) -> dict[str, Any]:
         "staleness_max": max(_of(rows, "async/staleness/max"), default=0.0),
         "clip_frac": statistics.fmean(clipped) if clipped else None,
         "skipped": sum(_of(rows, "train/skipped")),
-        "reward_last": rewards[-1] if (rewards := _of(rows, "rollout/reward/mean")) else None,
+        "reward_last": sampled[-1][2] if sampled else None,
     }
 
 

@@ -13,6 +13,7 @@ Letters: S tokens of the text, L MoE layers, K experts a token.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import statistics
 from collections import deque
@@ -35,7 +36,9 @@ _OF_TEXT = 2.0  # times what the precision explains of samples
 _FACTOR = 4.0  # times the usual gap of publications that all servers passed
 _PAST = 1000  # publications
 _FLOOR = 1e-4  # least bound: differences of fp32 kernels
-_LIKELY, _ENOUGH = math.log(0.1), 16  # tokens of a probability above this are compared, if they are so many
+_ENOUGH = 16  # tokens whose median is no chance
+_COARSE = 8.0  # nats: BF16 logits are spaced wider from 8 on, so that smaller log-probabilities are compared relatively
+_LIKELY = math.log(0.1)  # tokens of a probability above this are compared, if they are enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,9 @@ class KnownAnswer:
     fault. The bound on the median difference is twice that of normally distributed differences with this k3, which is
     of tokens that the model samples: it expects those of the text less, and its logits, where BF16 is coarser, are
     larger there. Or, where lower, it is four times the median of all publications so far: a stale tensor among hundreds
-    is a small fault. Tokens that the trainer expects are compared, if there are enough: the logarithm of a small
-    probability is less precise.
+    is a small fault; that takes a text of `_ENOUGH` different pairs of neighbours, because the median of few
+    roundings is four times the usual one by chance. Tokens that the trainer expects are compared, if there are enough:
+    the logarithm of a small probability is less precise.
 
     settings: what the usual gap depends on; a saved one of other settings is not restored.
     """
@@ -78,6 +82,10 @@ class KnownAnswer:
     _expected: Tensor | None = field(default=None)  # [S-1] fp32
     _replayed: dict[str, Tensor] = field(default_factory=dict)  # URL -> [S-1] fp32 with the routes of that server
     _usual: deque[float] = field(default_factory=lambda: deque(maxlen=_PAST))
+    _pairs: int = field(init=False)  # different ones of two neighbouring tokens of the text
+
+    def __post_init__(self) -> None:
+        self._pairs = len(set(itertools.pairwise(self.text.tolist())))
 
     async def expect(self) -> None:
         """Scores the text with the trainer's weights. Collective over its ranks."""
@@ -132,7 +140,7 @@ class KnownAnswer:
     @property
     def bound(self) -> float:
         """On the median of |difference|, nats."""
-        if not (self.usual and self._usual):
+        if not (self.usual and self._usual and self._pairs >= _ENOUGH):
             return self.explained
         return min(self.explained, max(_FACTOR * statistics.median(self._usual), _FLOOR))
 
@@ -155,6 +163,7 @@ class KnownAnswer:
             return math.nan
         if self.exact:
             return float(apart.max())
+        apart *= _COARSE / expected.double().abs().clamp(min=_COARSE)
         likely = expected > _LIKELY
         return float((apart[likely] if int(likely.sum()) >= _ENOUGH else apart).median())
 
