@@ -100,10 +100,13 @@ class RewardService:
         while not self._over.wait(0.1):
             if (self._run_dir / points.STRUCK).exists():
                 self._over.wait(SERVICE_BACK_S)
-                self._process.kill()
-                self._process.wait()
-                self._process = self._start()
+                self.start_again()
                 return
+
+    def start_again(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._process = self._start()
 
     def __enter__(self) -> RewardService:
         self._thread.start()
@@ -203,6 +206,8 @@ def play(cell: Cell, runs: Runs, where: Path, run_dir: Path) -> dict[str, Any]:
         if did not in ("goes on", "is restarted"):
             if cell.kind == "garbage" and cell.role == "driver":
                 put_back(run_dir, error)
+            if cell.kind == "garbage" and cell.role == "reward":
+                reward.start_again()  # as a person does after the error
             again = runs.call(run_dir / "resumed.log", drive, run_dir, runs.home, settings, "", timeout_s=RUN_S)
     found = points.witnesses(run_dir)
     report: dict[str, Any] = {
