@@ -327,6 +327,9 @@ class RewardLog(Protocol):
 
     def retry(self, cause: str, samples: int) -> None: ...
     def fail(self, cause: str, samples: int) -> None: ...
+    def spend(self, tokens: int) -> None:
+        """A judge has read and written so many tokens."""
+
     def metrics(self) -> Mapping[str, float]:
         """Since the last call."""
 

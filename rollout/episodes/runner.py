@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,12 +35,14 @@ SINGLE_TURN = SingleTurn()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentEpisodes:
-    """Turns of model and environment (rollout.environment). resumes: how often an aborted turn is continued."""
+    """Turns of model and environment (rollout.environment). resumes: how often an aborted turn is continued. timed:
+    spans have seconds."""
 
     make: MakeEnvironment
     limits: EpisodeLimits
     tokenizer: Tokenizer
     resumes: int = RESUMES
+    timed: bool = True
 
     def wrap(self, engine: RolloutEngine) -> RolloutEngine:
         return Episodes(
@@ -48,6 +51,7 @@ class EnvironmentEpisodes:
             self.limits,
             encode=lambda text: self.tokenizer.encode(text, add_special_tokens=False),
             decode=lambda ids: str(self.tokenizer.decode(ids, skip_special_tokens=True)),
+            clock=time.perf_counter if self.timed else lambda: 0.0,
         )
 
 
@@ -67,12 +71,21 @@ class GeneratedEpisodes:
         )
 
 
-def make_episode_runner(config: RolloutConfig, tokenizer: Tokenizer, *, resumes: int = RESUMES) -> EpisodeRunner:
-    """The configured runner. Raises ValueError for an import path that cannot be used."""
+def make_episode_runner(
+    config: RolloutConfig, tokenizer: Tokenizer, *, resumes: int = RESUMES, timed: bool = True
+) -> EpisodeRunner:
+    """The configured runner. timed: spans of episodes have seconds, with which two runs of the same bits differ. Raises
+    ValueError for an import path that cannot be used."""
     if config.environment is not None:
         make: MakeEnvironment = load(config.environment, MakeEnvironment, key="rollout.environment")
-        limits = EpisodeLimits(max_turns=config.turns, max_tokens=config.longest_answer, call_s=config.call_timeout_s)
-        return EnvironmentEpisodes(make=make, limits=limits, tokenizer=tokenizer, resumes=resumes)
+        limits = EpisodeLimits(
+            max_turns=config.turns,
+            max_tokens=config.longest_answer,
+            call_s=config.call_timeout_s,
+            environment_s=config.environment_timeout_s,
+            episode_s=config.episode_timeout_s,
+        )
+        return EnvironmentEpisodes(make=make, limits=limits, tokenizer=tokenizer, resumes=resumes, timed=timed)
     if config.generate is not None:
         function: GenerateFn = load(config.generate, GenerateFn, key="rollout.generate")
         return GeneratedEpisodes(
