@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from miles_like.plugins import load
-from miles_like.protocols import GenerateFn, MakeEnvironment, RolloutEngine
+from miles_like.protocols import EpisodeLog, GenerateFn, MakeEnvironment, RolloutEngine
 from rollout.config import RolloutConfig
 from rollout.episodes.custom_generate import CustomGenerate
 from rollout.episodes.environment import EpisodeLimits, Episodes
@@ -18,15 +18,15 @@ from rollout.prompts.source import Tokenizer
 class EpisodeRunner(Protocol):
     """How a run makes the samples of its prompts."""
 
-    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
-        """An engine whose samples are whole episodes; `engine` samples their tokens."""
+    def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
+        """An engine whose samples are whole episodes; `engine` samples their tokens. log: counts what is replayed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SingleTurn:
     """One answer a sample: the engine as it is."""
 
-    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
+    def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
         return engine
 
 
@@ -44,7 +44,7 @@ class EnvironmentEpisodes:
     resumes: int = RESUMES
     timed: bool = True
 
-    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
+    def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
         return Episodes(
             ResumingEngine(engine, self.resumes),
             self.make,
@@ -52,6 +52,7 @@ class EnvironmentEpisodes:
             encode=lambda text: self.tokenizer.encode(text, add_special_tokens=False),
             decode=lambda ids: str(self.tokenizer.decode(ids, skip_special_tokens=True)),
             clock=time.perf_counter if self.timed else lambda: 0.0,
+            log=log,
         )
 
 
@@ -65,7 +66,7 @@ class GeneratedEpisodes:
     call_s: float
     resumes: int = RESUMES
 
-    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
+    def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
         return CustomGenerate(
             ResumingEngine(engine, self.resumes), self.function, max_tokens=self.max_tokens, call_s=self.call_s
         )
