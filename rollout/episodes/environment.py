@@ -1,8 +1,8 @@
 """Episodes of several turns: the policy and an environment take turns until the environment ends the episode.
 
 The environment's tokens are part of the sample and never loss tokens. Log-probs, routes and weight versions of each
-turn stay as they were sampled (`continue_sample`). A sample's spans are the turns and the answers, with their rewards and
-their seconds.
+turn stay as they were sampled (`continue_sample`). A sample's spans are the turns and the answers, with their rewards
+and their seconds.
 
 Letters: G samples a prompt.
 """
