@@ -339,7 +339,7 @@ class EpisodeLog(Protocol):
     """Counts episodes that were in flight when the run was saved (miles_like.report.reward_calls)."""
 
     def replay(self, *, again: bool) -> None:
-        """A new environment has got its turns again. again: one answer was another, and it is played again from there."""
+        """A new environment has got its turns. again: one answer was another, from which it is played again."""
 
 
 class MetricSink(Protocol):
