@@ -173,8 +173,12 @@ class RolloutConfig(Section):
     max_turns: int | None = Field(None, ge=1)
     # token limit after the prompt, environment's tokens included; None: max_new_tokens
     max_episode_tokens: int | None = Field(None, ge=1)
-    # time limit of an answer of `environment`, or of a prompt in `generate`
+    # time limit of an answer of `environment`, or of a prompt in `generate`, which ends the run
     call_timeout_s: float = Field(1800.0, gt=0)
+    # time limit of an answer of `environment` that discards the episode instead of ending the run; None: call_timeout_s
+    environment_timeout_s: float | None = Field(None, gt=0)
+    # seconds from the end of its first turn after which an episode is discarded; None: no limit
+    episode_timeout_s: float | None = Field(None, gt=0)
     embedded: EmbeddedFlags = EmbeddedFlags()
     sglang: SGLangFlags = SGLangFlags()
     vllm: VLLMFlags = VLLMFlags()
@@ -288,6 +292,12 @@ class RolloutConfig(Section):
                 raise ValueError(f"rollout.environment = {self.environment!r} needs rollout.{key}: set it")
             if value is not None and not (self.environment or (self.generate and key == "max_episode_tokens")):
                 raise ValueError(f"rollout.{key} = {value} has no effect without rollout.environment: remove it")
+        for key in ("environment_timeout_s", "episode_timeout_s"):
+            if (seconds := getattr(self, key)) is not None and not self.environment:
+                raise ValueError(
+                    f"rollout.{key} = {seconds:g} has no effect without rollout.environment: remove it; "
+                    "rollout.call_timeout_s limits a generate function"
+                )
         if self.max_episode_tokens is not None and self.max_episode_tokens < self.max_new_tokens:
             raise ValueError(
                 f"rollout.max_episode_tokens = {self.max_episode_tokens} is less than rollout.max_new_tokens = "

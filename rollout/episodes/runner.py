@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
 from miles_like.plugins import load
-from miles_like.protocols import GenerateFn, MakeEnvironment, RolloutEngine
+from miles_like.protocols import EpisodeLog, GenerateFn, MakeEnvironment, RolloutEngine
 from rollout.config import RolloutConfig
 from rollout.episodes.custom_generate import CustomGenerate
 from rollout.episodes.environment import EpisodeLimits, Episodes
@@ -17,15 +18,15 @@ from rollout.prompts.source import Tokenizer
 class EpisodeRunner(Protocol):
     """How a run makes the samples of its prompts."""
 
-    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
-        """An engine whose samples are whole episodes; `engine` samples their tokens."""
+    def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
+        """An engine whose samples are whole episodes; `engine` samples their tokens. log: counts what is replayed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SingleTurn:
     """One answer a sample: the engine as it is."""
 
-    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
+    def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
         return engine
 
 
@@ -34,20 +35,24 @@ SINGLE_TURN = SingleTurn()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentEpisodes:
-    """Turns of model and environment (rollout.environment). resumes: how often an aborted turn is continued."""
+    """Turns of model and environment (rollout.environment). resumes: how often an aborted turn is continued. timed:
+    spans have seconds."""
 
     make: MakeEnvironment
     limits: EpisodeLimits
     tokenizer: Tokenizer
     resumes: int = RESUMES
+    timed: bool = True
 
-    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
+    def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
         return Episodes(
             ResumingEngine(engine, self.resumes),
             self.make,
             self.limits,
             encode=lambda text: self.tokenizer.encode(text, add_special_tokens=False),
             decode=lambda ids: str(self.tokenizer.decode(ids, skip_special_tokens=True)),
+            clock=time.perf_counter if self.timed else lambda: 0.0,
+            log=log,
         )
 
 
@@ -61,18 +66,27 @@ class GeneratedEpisodes:
     call_s: float
     resumes: int = RESUMES
 
-    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
+    def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
         return CustomGenerate(
             ResumingEngine(engine, self.resumes), self.function, max_tokens=self.max_tokens, call_s=self.call_s
         )
 
 
-def make_episode_runner(config: RolloutConfig, tokenizer: Tokenizer, *, resumes: int = RESUMES) -> EpisodeRunner:
-    """The configured runner. Raises ValueError for an import path that cannot be used."""
+def make_episode_runner(
+    config: RolloutConfig, tokenizer: Tokenizer, *, resumes: int = RESUMES, timed: bool = True
+) -> EpisodeRunner:
+    """The configured runner. timed: spans of episodes have seconds, with which two runs of the same bits differ. Raises
+    ValueError for an import path that cannot be used."""
     if config.environment is not None:
         make: MakeEnvironment = load(config.environment, MakeEnvironment, key="rollout.environment")
-        limits = EpisodeLimits(max_turns=config.turns, max_tokens=config.longest_answer, call_s=config.call_timeout_s)
-        return EnvironmentEpisodes(make=make, limits=limits, tokenizer=tokenizer, resumes=resumes)
+        limits = EpisodeLimits(
+            max_turns=config.turns,
+            max_tokens=config.longest_answer,
+            call_s=config.call_timeout_s,
+            environment_s=config.environment_timeout_s,
+            episode_s=config.episode_timeout_s,
+        )
+        return EnvironmentEpisodes(make=make, limits=limits, tokenizer=tokenizer, resumes=resumes, timed=timed)
     if config.generate is not None:
         function: GenerateFn = load(config.generate, GenerateFn, key="rollout.generate")
         return GeneratedEpisodes(

@@ -173,6 +173,8 @@ class SampleReader:
             versions=joined(sample.versions, [version_span(s) for s in reply.weight_versions], before - first),
             finish=reply.finish,
             text=text,
+            spans=sample.spans,
+            row=sample.row,
         )
 
     def _traces(

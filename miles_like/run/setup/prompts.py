@@ -23,17 +23,19 @@ class Prompts:
     source: PromptSource
     held_out: Sequence[HeldOut]
     rewards: Rewards
+    calls: RewardTally  # of the rewards, and of episodes that are replayed
 
 
 def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
     """Reads the training prompts and held-out sets and makes the rewards. Raises ValueError naming file and row, or the
     reward."""
     c = plan.config
-    rewards = Rewards(c.reward, outage_s=OUTAGE_S, log=RewardTally())
+    calls = RewardTally()
+    rewards = Rewards(c.reward, outage_s=OUTAGE_S, log=calls)
     check_over_sampling(c, rewards(None))
     source = PromptSource(c.data, plan.tokenizer, seed=c.seed, compared_by=rewards(None).compares)
     held = held_out(c.eval_sets, c.data, plan.tokenizer, rewards)
     shared = decontaminate(source, {h.config.name: h.prompts for h in held}, c.data.decontaminate)
     for sentence in (*source.notes, *shared):
         console.print(f"{'':12}{sentence}", markup=False, soft_wrap=True)
-    return Prompts(source=source, held_out=held, rewards=rewards)
+    return Prompts(source=source, held_out=held, rewards=rewards, calls=calls)

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.batch.aggregation import sample_weights
-from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.types import REFERENCE, Aggregation, LossInputs
 from tests.support.made_samples import group, rewarded, sample
 
@@ -145,7 +146,7 @@ def ours(config: AlgorithmConfig, old: str = "old") -> tuple[float, Tensor, dict
     )
     lengths = np.array(LENGTHS)
     aggregation = Aggregation(config.parts.aggregation.aggregation)
-    weights = sample_weights(lengths, PROMPTS, aggregation, config.parts.constant(CONSTANT))
+    weights = sample_weights(lengths, PROMPTS, np.arange(len(lengths)), aggregation, config.parts.constant(CONSTANT))
     factors = None if weights is None else torch.from_numpy(weights).float().repeat_interleave(n)
     loss = (per_token if factors is None else per_token * factors).sum() / lengths.sum()
     loss.backward()

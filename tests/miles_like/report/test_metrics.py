@@ -9,22 +9,20 @@ import dataclasses
 import itertools
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from miles_like.config.sections.metric_direction import better
+from miles_like.config.sections.watched.metric_direction import better
+from miles_like.loop.rollout_stats import RolloutStats
 from miles_like.report.metrics import (
     eval_metrics,
     pass_at_k,
     rollout_metrics,
     speed_metrics,
-    turn_metrics,
     write_rollouts,
 )
 from miles_like.report.sinks import JsonlSink, MultiSink, TensorboardSink
@@ -57,6 +55,19 @@ def test_rollout_figures_by_hand():
         rollout_metrics([], version=0)
 
 
+def test_an_episode_counts_once_whatever_rows_it_has():
+    """Rewards 1 and 0 of two episodes, of which the first has two rows of 3 and of 0 response tokens."""
+    rows = [sample(reward=1.0), dataclasses.replace(sample(reward=1.0, response_len=0), row=1)]
+    groups = [group([*rows, sample(index=1, reward=0.0)])]
+    found = rollout_metrics(groups, version=0)
+    assert (found["rollout/reward/mean"], found["rollout/accuracy"], found["rollout/len/mean"]) == (0.5, 0.5, 3.0)
+    assert found["rollout/empty_frac"] == 0.0
+    assert eval_metrics(groups, name="x", k=2) == {"eval/x/avg@2": 0.5, "eval/x/pass@1": 0.5, "eval/x/pass@2": 1.0}
+    stats = RolloutStats()
+    stats.count(groups[0], None)
+    assert (stats.samples, stats.tokens, stats.rewards) == (2, 6, [("p", (1.0, 0.0))])
+
+
 def test_parts_are_averaged_over_the_samples_that_have_them():
     parts = [{"a": 1.0}, {"a": 0.0, "b/c": 2.0}, {}]
     samples = [dataclasses.replace(sample(index=i, reward=1.0), reward_parts=p) for i, p in enumerate(parts)]
@@ -71,12 +82,6 @@ def test_utilization_by_hand():
     flops = lambda lengths, labels: 10 * sum(n * n for n in lengths) + labels  # noqa: E731
     out = speed_metrics(groups, rollout_s=2.0, train_s=4.0, flops=flops, peak=163.0)
     assert out["perf/mfu"] == 0.5
-
-
-def test_turns_are_counted_by_what_is_under_loss():
-    two = sample(response_len=6)
-    two = replace(two, loss_mask=torch.tensor([False, False, True, True, False, False, True, True]))
-    assert turn_metrics([group([two, sample(index=1)])]) == {"rollout/turns/mean": 1.5}
 
 
 def test_speeds_by_hand():
