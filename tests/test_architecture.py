@@ -49,7 +49,8 @@ RULES = {
     "miles_like.plugins": "miles_like.limits",
     "miles_like.hf": "quant.hf_config miles_like.limits miles_like.types",
     # rollout
-    "rollout.config": "miles_like.section miles_like.variables",
+    "rollout.tool_config": "miles_like.section miles_like.variables",
+    "rollout.config": "miles_like.section miles_like.variables rollout.tool_config",
     "rollout.server_url": "",
     "rollout.concurrency": "",
     "rollout.seeds": "",
@@ -59,6 +60,10 @@ RULES = {
     "rollout.vllm_command": "rollout.config",
     "rollout.guard": "rollout.server_key miles_like.limits miles_like.variables",
     "rollout.prompts": "miles_like.section miles_like.types",
+    # messages as token ids; the engine's /v1 and the episodes of a run share it
+    "rollout.chat": "miles_like.types",
+    "rollout.tools": "miles_like.limits miles_like.plugins miles_like.types miles_like.variables rollout.chat"
+    " rollout.tool_config",
     "rollout.sglang": f"{CONTRACTS} quant routing_replay rollout.config rollout.concurrency rollout.seeds"
     " rollout.guard rollout.server_key rollout.server_url rollout.vllm_command rollout.wire",
     "rollout.sglang.hooks": "",
@@ -70,7 +75,8 @@ RULES = {
     " rollout.wire",
     "rollout.publish.reshard": f"{CONTRACTS} quant rollout.server_key rollout.sglang rollout.wire rollout.publish",
     "rollout.publish.sources": f"{CONTRACTS} quant.registry rollout.publish rollout.sglang",
-    "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds",
+    "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds rollout.chat"
+    " rollout.tools",
     "rollout.embedded.families": "",
     "rollout.embedded.device": "rollout.embedded.families",
     "rollout.embedded.cache": "rollout.embedded.device rollout.embedded.families",
@@ -82,7 +88,8 @@ RULES = {
     " rollout.embedded.kernels rollout.embedded.model rollout.wire",
     "rollout.embedded.ranks": "miles_like.hf quant rollout.embedded.cache rollout.embedded.model"
     " rollout.embedded.updates rollout.wire",
-    "rollout.embedded.openai": "miles_like.hf miles_like.limits miles_like.types rollout.embedded.engine rollout.wire",
+    "rollout.embedded.openai": "miles_like.hf miles_like.limits miles_like.types rollout.chat rollout.embedded.engine"
+    " rollout.wire",
     "rollout.embedded.server": f"{CONTRACTS} quant.hf_config rollout.config rollout.server_key rollout.wire"
     " rollout.embedded",
     # megatron_bridge
@@ -264,6 +271,7 @@ TORCH_FREE = (  # and all that they import
     "quant.spec",
     "rollout.config",
     "rollout.prompts.config",
+    "rollout.tool_config",
     "rollout.server_url",
 )
 SEE_THE_WHOLE_CONFIGURATION = (

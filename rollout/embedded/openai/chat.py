@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.chat.template import tool_form
+from rollout.chat.tool_forms import ToolForm
 from rollout.embedded.openai.errors import BadRequest
-from rollout.embedded.openai.tool_calls import FORMS, ToolForm, form_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +38,8 @@ class ChatTemplate:
                 self._loaded = load_tokenizer(self._directory)
             return self._loaded
 
-    def _template(self, tools: bool) -> str:
+    def _checked(self) -> PreTrainedTokenizerBase:
+        """The tokenizer. Raises BadRequest for one without a chat template."""
         tokenizer = self._tokenizer()
         if not tokenizer.chat_template:
             raise BadRequest(
@@ -45,30 +47,21 @@ class ChatTemplate:
                 "use /v1/completions, or put the model's chat_template.jinja beside its weights",
                 "messages",
             )
-        return str(tokenizer.get_chat_template(tools=[{}] if tools else None))
+        return tokenizer
 
     def form(self) -> ToolForm:
         """How the model writes tool calls. Raises BadRequest where the template has no place for tools, or teaches a
         form that is not known here."""
-        from jinja2 import Environment, meta
-
-        template = self._template(tools=True)
-        used = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
-        if "tools" not in used:
-            raise BadRequest(f"the chat template of {self._directory} does not support tools: send none", "tools")
-        if (form := form_of(template)) is None:
-            raise BadRequest(
-                f"the chat template of {self._directory} supports tools, but writes tool calls in none of the "
-                f"known forms ({', '.join(f.name for f in FORMS)}): describe the tools in a message, or use "
-                "/v1/completions",
-                "tools",
-            )
-        return form
+        try:
+            return tool_form(self._checked(), str(self._directory))
+        except BadRequest:
+            raise
+        except ValueError as e:
+            raise BadRequest(f"{e}: send no tools, or describe them in a message", "tools") from None
 
     def prompt(self, messages: Sequence[Json], tools: Sequence[Json], more: Mapping[str, Any]) -> list[int]:
         """Token ids. more: further variables of the template. Raises BadRequest for messages it rejects."""
-        self._template(tools=bool(tools))
-        tokenizer = self._tokenizer()
+        tokenizer = self._checked()
         own = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"}
         if taken := own & more.keys():  # `chat_template` among them, a program
             what = f"chat_template_kwargs.{min(taken)} is not a variable of the template: remove it"

@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
+from rollout.chat.tool_forms import Json, ToolCall, ToolForm
 from rollout.embedded.openai.detokenize import Vocabulary
 from rollout.embedded.openai.sample_text import Piece, TextToken
-from rollout.embedded.openai.tool_calls import Json, ToolCall, ToolForm
 
 DONE = b"data: [DONE]\n\n"
 
