@@ -33,7 +33,8 @@ from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
 from miles_like.algorithms.registry import make_algorithm, make_critic_loss
 from miles_like.batch.packing import pack
-from miles_like.config.sections.algorithm import PRESETS, AlgorithmConfig, CorrectionConfig, PenaltyInLoss
+from miles_like.config.sections.algorithm import PRESETS, AlgorithmConfig, PenaltyInLoss
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.hf.checkpoint import write_hf
 from miles_like.pipeline.warmup import random_weights
 from miles_like.protocols import LossFn

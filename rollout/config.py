@@ -171,14 +171,19 @@ class RolloutConfig(Section):
     environment: str | None = None  # import path (docs/extending.md) of an environment for episodes of several turns
     generate: str | None = None  # import path of a function that generates the samples of a prompt
     # how messages of an environment become tokens (docs/tools.md). "template": by the tokenizer's chat template; a name
-    # of the library renderers: by that; "auto": by the library where it writes what the template does, else "template"
-    renderer: str = "auto"
+    # of the library renderers: by that; "auto": by the library where it writes what the template does, else "template".
+    # None: "auto" with `tools`; an environment answers with text
+    renderer: str | None = None
     # largest number of policy turns in an episode, each of up to max_new_tokens
     max_turns: int | None = Field(None, ge=1)
     # token limit after the prompt, environment's tokens included; None: max_new_tokens
     max_episode_tokens: int | None = Field(None, ge=1)
-    # time limit of an answer of `environment`, or of a prompt in `generate`
+    # time limit of an answer of `environment`, or of a prompt in `generate`, which ends the run
     call_timeout_s: float = Field(1800.0, gt=0)
+    # time limit of an answer of `environment` that discards the episode instead of ending the run; None: call_timeout_s
+    environment_timeout_s: float | None = Field(None, gt=0)
+    # seconds from the end of its first turn after which an episode is discarded; None: no limit
+    episode_timeout_s: float | None = Field(None, gt=0)
     tools: ToolConfig = ToolConfig()
     embedded: EmbeddedFlags = EmbeddedFlags()
     sglang: SGLangFlags = SGLangFlags()
@@ -299,6 +304,11 @@ class RolloutConfig(Section):
                 f"{self.turns_with} and rollout.generate = {self.generate!r}: a generate function runs its own turns; "
                 "remove one of the two"
             )
+        if self.renderer is not None and not self.turns_with:
+            raise ValueError(
+                f"rollout.renderer = {self.renderer!r} has no effect without rollout.environment or rollout.tools: "
+                "remove it"
+            )
         limits = {"max_turns": self.max_turns, "max_episode_tokens": self.max_episode_tokens}
         for key, value in limits.items():
             if self.turns_with and value is None:
@@ -306,6 +316,12 @@ class RolloutConfig(Section):
             if value is not None and not (self.turns_with or (self.generate and key == "max_episode_tokens")):
                 raise ValueError(
                     f"rollout.{key} = {value} has no effect without rollout.environment or rollout.tools: remove it"
+                )
+        for key in ("environment_timeout_s", "episode_timeout_s"):
+            if (seconds := getattr(self, key)) is not None and not self.turns_with:
+                raise ValueError(
+                    f"rollout.{key} = {seconds:g} has no effect without rollout.environment or rollout.tools: remove "
+                    "it; rollout.call_timeout_s limits a generate function"
                 )
         if self.max_episode_tokens is not None and self.max_episode_tokens < self.max_new_tokens:
             raise ValueError(

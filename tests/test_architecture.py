@@ -23,8 +23,8 @@ TESTED_ELSEWHERE = ("scripts",)  # folders without a folder of tests: tests/e2e 
 # A folder -> the folders that its modules import, from the ground up. A module that lies in the root of a package has a
 # separate row. A name stands for its subfolders too: "quant" is quant.spec, quant.formats and the others.
 CONTRACTS = (
-    "miles_like.types miles_like.records miles_like.protocols miles_like.plugins miles_like.hf miles_like.limits"
-    " miles_like.section miles_like.spans miles_like.variables"
+    "miles_like.types miles_like.records miles_like.protocols miles_like.rank_protocols miles_like.plugins"
+    " miles_like.hf miles_like.limits miles_like.section miles_like.spans miles_like.variables"
 )
 RULES = {
     "quant.exact": "",
@@ -45,7 +45,8 @@ RULES = {
     "miles_like.variables": "",
     "miles_like.types": "routing_replay",
     "miles_like.records": "routing_replay miles_like.types",
-    "miles_like.protocols": "routing_replay miles_like.types miles_like.records",
+    "miles_like.protocols": "miles_like.types miles_like.records",
+    "miles_like.rank_protocols": "routing_replay miles_like.types",
     "miles_like.plugins": "miles_like.limits",
     "miles_like.hf": "quant.hf_config miles_like.limits miles_like.types",
     # rollout
@@ -206,7 +207,8 @@ RULES = {
     " miles_like.planning.memory miles_like.device_table",
     "miles_like.layout_search": "quant.spec megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
     " miles_like.config miles_like.planning miles_like.device_table miles_like.timing.rates miles_like.timing",
-    "miles_like.preflight": f"{CONTRACTS} rollout.config rollout.episodes rollout.prompts miles_like.algorithms"
+    "miles_like.preflight": f"{CONTRACTS} rollout.config rollout.episodes rollout.prompts rollout.tools"
+    " miles_like.algorithms"
     " miles_like.check_results miles_like.cluster miles_like.config miles_like.doctor miles_like.nodes"
     " miles_like.pipeline miles_like.planning miles_like.rewards miles_like.staging miles_like.supervised"
     " miles_like.device_table",

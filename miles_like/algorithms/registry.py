@@ -22,6 +22,7 @@ from miles_like.algorithms.advantages.reinforce import Reinforce
 from miles_like.algorithms.advantages.reinforce_pp import ReinforcePlusPlus, whitened_baseline
 from miles_like.algorithms.advantages.remax import Remax
 from miles_like.algorithms.advantages.rloo import leave_one_out
+from miles_like.algorithms.advantages.turns import TurnRelative
 from miles_like.algorithms.losses.cispo import CispoLoss
 from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.algorithms.losses.covariance import ClipCovLoss, KlCovLoss
@@ -35,7 +36,8 @@ from miles_like.algorithms.terms.bounds import Bounds
 from miles_like.algorithms.terms.correction import Correction
 from miles_like.algorithms.terms.kl import Estimator
 from miles_like.config.sections import algorithm as parts
-from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.config.sections.watched.mismatch import MismatchConfig
 from miles_like.plugins import load, misfit
 from miles_like.protocols import AdvantageFn, AdvantageParts, Algorithm, LossFn
@@ -86,11 +88,12 @@ def make_algorithm(
         penalty = KlPenalty(coefficient=of.penalty.kl_coefficient, estimator=kl.kl_estimator)
         if isinstance(kl, parts.K3):
             penalty = replace(penalty, log_ratio_clamp=kl.log_ratio_clamp, k3_clamp=kl.k3_clamp)
+    turns = _of_turns(of.advantage, of.credit)
     needs = ({VALUES} if config.has_critic else set()) | ({REFERENCE} if penalty else set())
     needs |= {GREEDY} if isinstance(of.advantage, parts.Remax) else set()
     return PolicyGradient(
         name=config.name,
-        advantage=_advantage(of.advantage, penalty),
+        advantage=_advantage(of.advantage, penalty) if turns is None else turns,
         loss=_loss(of.loss, _terms(of, correction, mismatch)),
         aggregation=Aggregation(of.aggregation.aggregation),
         needs=frozenset(needs),
@@ -134,6 +137,17 @@ def _advantage(part: parts.Advantage, penalty: KlPenalty | None) -> AdvantageFn:
         case parts.CustomAdvantage():
             found = load(part.advantage, AdvantageFn, key="algorithm.advantage")
             return found if penalty is None else _of_samples(found, penalty)
+
+
+def _of_turns(part: parts.Advantage, credit: parts.Credit) -> TurnRelative | None:
+    """None: the credit is of whole episodes."""
+    if isinstance(credit, parts.EpisodeCredit):
+        return None
+    return TurnRelative(
+        normalize_std=isinstance(part, parts.Grpo) and part.normalize_std,
+        discount=credit.turn_discount,
+        by_number=credit.turn_credit == "turn_groups",
+    )
 
 
 def _of_samples(advantage: AdvantageFn, penalty: KlPenalty | None) -> AdvantageFn:

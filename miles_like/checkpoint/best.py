@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from miles_like.config.sections.metric_direction import better
+from miles_like.config.sections.watched.metric_direction import better
 from miles_like.types import Json
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from miles_like.types import Finish, Prompt, Sample, SampleGroup
+from miles_like.types import Finish, Prompt, Sample, SampleGroup, Span
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import VersionSpan
 
 JSON = "json"
 _ON_DISK = {"checksums": "seals", "layer_checksums": "layer_seals"}  # fields of RoutingTrace with another name there
+_EMPTY = {"spans": ()}  # fields of Sample that the file has only where they have another value
 ReadTensor = Callable[[tuple[str, int, Sequence[int]]], Tensor]  # (dtype, index of the first element, shape) -> tensor
 
 
@@ -42,7 +43,11 @@ def write_groups(path: Path, groups: Mapping[str, SampleGroup]) -> None:
             sizes[dtype] = start + value.numel()
             return [dtype, start, list(value.shape)]
         if isinstance(value, SampleGroup | Prompt | Sample | RoutingTrace):
-            return {_ON_DISK.get(f.name, f.name): stored(getattr(value, f.name)) for f in fields(value)}
+            own = {f.name: getattr(value, f.name) for f in fields(value)}
+            empty = _EMPTY if isinstance(value, Sample) else {}
+            return {_ON_DISK.get(k, k): stored(v) for k, v in own.items() if k not in empty or v != empty[k]}
+        if isinstance(value, Span):
+            return asdict(value)
         if isinstance(value, Mapping):
             wrong = next((k for k in value if not isinstance(k, str)), None)
             if wrong is not None:
@@ -87,9 +92,9 @@ def read_groups(path: Path) -> dict[str, SampleGroup]:
 
 
 def _check_keys(value: Mapping[str, Any], kind: type[SampleGroup | Prompt | Sample | RoutingTrace]) -> None:
-    """Raises ValueError unless `value` has exactly the keys that `write_groups` writes for a `kind`."""
+    """Raises ValueError unless `value` has the keys that `write_groups` writes for a `kind`, and no others."""
     wanted = {_ON_DISK.get(f.name, f.name) for f in fields(kind)}
-    if wrong := wanted ^ set(value):
+    if wrong := (wanted ^ set(value)) - (set(_EMPTY) if kind is Sample else set()):
         raise ValueError(f"a {kind.__name__} with or without {', '.join(sorted(wrong))}")
 
 
@@ -128,6 +133,7 @@ def _sample(value: Mapping[str, Any], tensor: ReadTensor) -> Sample:
         reward_parts=value["reward_parts"],
         streams={name: tensor(place) for name, place in value["streams"].items()},
         candidates=None if value["candidates"] is None else tensor(value["candidates"]),
+        spans=tuple(Span(**span) for span in value.get("spans", ())),
     )
 
 

@@ -12,7 +12,8 @@ from megatron_bridge.config import TrainerConfig
 from miles_like import spans
 from miles_like.cluster.observed.profiling import NOTHING, Observed
 from miles_like.hf.checkpoint import write_hf
-from miles_like.protocols import LossFn, RankTrainer, WeightPublisher
+from miles_like.protocols import LossFn, WeightPublisher
+from miles_like.rank_protocols import RankTrainer
 from miles_like.types import NamedTensor, PublishReport
 from quant.spec import QuantSpec
 from quant.stream import quantize_stream

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 
 import torch
 
-from miles_like.protocols import Board, Signals, WeightSources
+from miles_like.rank_protocols import Board, Signals, WeightSources
 from miles_like.types import NamedTensor, PublishReport
 from rollout.publish.sources.part import Part
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import count
 
-from miles_like.protocols import Signals
+from miles_like.rank_protocols import Signals
 from miles_like.types import NamedTensor
 
 CHUNK_BYTES = 256 << 20

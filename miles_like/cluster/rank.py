@@ -19,7 +19,8 @@ from miles_like.cluster.observed.memory import RankMemory
 from miles_like.cluster.observed.profiling import contents, profiled
 from miles_like.cluster.pacing import Pacer
 from miles_like.cluster.rank_weights import RankWeights
-from miles_like.protocols import RankTrainer, WeightPublisher
+from miles_like.protocols import WeightPublisher
+from miles_like.rank_protocols import RankTrainer
 from miles_like.records import PlannedMicroBatch
 from miles_like.types import MicroBatch, PublishReport, Scored, StepReport
 from quant.kernels.tally import ENCODED

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator
 from functools import cached_property
 
 from miles_like.cluster.pacing import Pacer
-from miles_like.protocols import RankTrainer, Signals, WeightShards
+from miles_like.rank_protocols import RankTrainer, Signals, WeightShards
 from miles_like.types import NamedTensor
 
 

@@ -16,10 +16,11 @@ from megatron_bridge.config import (
     RecomputeConfig,
     ReplayConfig,
 )
-from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig
 from miles_like.config.sections.alignment import AlignmentConfig, check_sides, with_deterministic_servers
 from miles_like.config.sections.cluster import ClusterConfig, PoolName, server_places
 from miles_like.config.sections.convert import ConvertConfig
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.config.sections.distillation import DistillationConfig, LaunchedServer
 from miles_like.config.sections.embedded import check_device
 from miles_like.config.sections.eval import EvalConfig, EvalSet, SetConfig, check_measured

@@ -20,7 +20,8 @@ from miles_like.loop.buffer import Taken
 from miles_like.loop.rollout_stats import Rewards, total
 from miles_like.loop.step_bounds import StepBounds
 from miles_like.protocols import Fencing, MetricSink, RewardLog
-from miles_like.report.metrics import rollout_metrics, turn_metrics, write_rollouts
+from miles_like.report.episodes import episode_metrics
+from miles_like.report.metrics import rollout_metrics, write_rollouts
 from miles_like.report.progress import PhaseBar
 from miles_like.report.speed import SpeedMeter
 from miles_like.types import PublishReport, SampleGroup, SharedExperts, StepReport
@@ -140,7 +141,7 @@ class Recorder:
         if greedy:
             metrics["rollout/reward/greedy"] = statistics.fmean(greedy)
         if self.episodes:
-            metrics |= turn_metrics(trained)
+            metrics |= episode_metrics(trained)
         tokens = sum(s.response_len for g in trained for s in g.samples)
         self.tokens_total += tokens - record.tokens  # of groups that were lost before they were trained
         record.tokens = tokens

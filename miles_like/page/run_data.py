@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_like.checkpoint.ledger_audit import audit
-from miles_like.config.sections.metric_direction import better
+from miles_like.config.sections.watched.metric_direction import better
 from miles_like.limits.regular_files import MIB, check_inside
 from miles_like.page.curves import Rises, Rows, columns, curve, gantt, layer_grid, running_means, short
 from miles_like.page.evaluations import standard_errors

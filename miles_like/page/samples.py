@@ -260,10 +260,12 @@ def _turns(step: int, row: Row, words: Words | None, limit: int) -> list[dict[st
     logprobs, trainer = _floats(row, "logprobs"), _floats(row, "trainer_logprobs")
     given = row.get("advantages")
     advantages = [float(given)] * len(logprobs) if is_number(given) else _floats(row, "advantages")
-    spans, out, own = _spans(row), list[dict[str, Any]](), 0
+    spans, out, own, notes = _spans(row), list[dict[str, Any]](), 0, _notes(row)
     for i, (token, loss) in enumerate(zip(ids[:limit], mask[:limit], strict=True)):
         if not out or out[-1]["own"] != bool(loss):
-            out.append({"own": bool(loss), "ids": [], "logprobs": [], "gap": [], "advantage": [], "age": []})
+            note = notes.get(i, "") if out else ""
+            own_columns: dict[str, Any] = {"logprobs": [], "gap": [], "advantage": [], "age": []}
+            out.append({"own": bool(loss), "ids": [], **({"note": note} if note else {}), **own_columns})
         turn = out[-1]
         turn["ids"].append(token)
         if loss:
@@ -281,6 +283,25 @@ def _turns(step: int, row: Row, words: Words | None, limit: int) -> list[dict[st
         if words is not None:
             turn["words"] = words(turn["ids"])
     return [{k: v for k, v in turn.items() if v != [] or k == "ids"} for turn in out]
+
+
+def _notes(row: Row) -> dict[int, str]:
+    """First token of each turn that has spans -> its reward, its seconds, and the tools called in it."""
+    out: dict[int, list[str]] = {}
+    spans = row.get("spans")
+    first = 0
+    for span in spans if isinstance(spans, list) else ():
+        if not (isinstance(span, dict) and type(span.get("start")) is int):
+            continue
+        if span.get("what") == "turn":
+            first = span["start"]
+            reward, seconds = span.get("reward"), span.get("seconds")
+            out[first] = [f"reward {short(reward)}"] if is_number(reward) else []
+            out[first] += [f"{short(seconds)} s"] if is_number(seconds) and seconds else []
+        elif span.get("what") in ("tool_call", "tool_result"):
+            words = (span["what"].replace("_", " "), span.get("name") or "", span.get("status") or "")
+            out.setdefault(first, []).append(" ".join(cut(word) for word in words if word))
+    return {first: ", ".join(words) for first, words in out.items() if words}
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, Any] | None:

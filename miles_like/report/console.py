@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from miles_like.config.sections.metric_direction import better
+from miles_like.config.sections.watched.metric_direction import better
 from miles_like.report.health import Warner
 from miles_like.report.rows import json_row
 

@@ -9,6 +9,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from miles_like.records import SampleRecord
@@ -17,7 +18,7 @@ from miles_like.types import ADVANTAGES, TRAINER_LOGPROBS, Finish, Sample, Sampl
 RIGHT = 1.0  # the reward from which an answer counts as right
 
 # metrics that differ between two runs with the same bits
-TIMINGS = ("wall_s", "perf/", "sync/seconds", "timing_s/")  # the last: verl's names (aliases.py)
+TIMINGS = ("wall_s", "perf/", "sync/seconds", "rollout/environment_s/", "timing_s/")  # the last: verl's (aliases.py)
 
 
 def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str, float]:
@@ -43,11 +44,6 @@ def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str,
         "async/staleness/mean": statistics.fmean(staleness),
         "async/staleness/max": float(max(staleness)),
     }
-
-
-def turn_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Metrics of episodes: the number of the policy's turns."""
-    return {"rollout/turns/mean": statistics.fmean(s.turns for g in groups for s in g.samples)}
 
 
 def speed_metrics(
@@ -172,4 +168,5 @@ def brief(group: SampleGroup, sample: Sample) -> dict[str, object]:
         "reward_parts": dict(sample.reward_parts),
         "finish": sample.finish.value,
         "tokens": sample.response_len,
+        **({"spans": [asdict(span) for span in sample.spans]} if sample.spans else {}),
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ class RewardTally:
     latencies: list[float] = field(default_factory=list)  # s, of each sample that was scored or not, since `take`
     retried: Counter[str] = field(default_factory=Counter)  # cause -> samples whose reward was called again
     failed: Counter[str] = field(default_factory=Counter)  # cause -> samples that have no score
+    tokens: int = 0  # of judges, as their servers report them
 
     def begin(self, samples: int) -> None:
         self.waiting += samples
@@ -37,10 +38,13 @@ class RewardTally:
     def fail(self, cause: str, samples: int) -> None:
         self.failed[cause] += samples
 
+    def spend(self, tokens: int) -> None:
+        self.tokens += tokens
+
     def take(self) -> RewardTally:
         """What was counted since the last call; `waiting` stays."""
-        taken = RewardTally(waiting=self.waiting, latencies=self.latencies, retried=self.retried, failed=self.failed)
-        self.latencies, self.retried, self.failed = [], Counter(), Counter()
+        taken = replace(self)
+        self.latencies, self.retried, self.failed, self.tokens = [], Counter(), Counter(), 0
         return taken
 
     def add(self, other: RewardTally) -> None:
@@ -48,6 +52,7 @@ class RewardTally:
         self.latencies += other.latencies[: _MOST - len(self.latencies)]
         self.retried += other.retried
         self.failed += other.failed
+        self.tokens += other.tokens
 
     def metrics(self) -> dict[str, float]:
         """`perf/reward/...`, `perf/retries/...`, `perf/failures/...` since the last call, and `perf/queue/scoring`."""
@@ -55,6 +60,7 @@ class RewardTally:
         return {
             **_percentiles(taken.latencies),
             "perf/queue/scoring": float(taken.waiting),
+            **({"perf/reward/judge_tokens": float(taken.tokens)} if taken.tokens else {}),
             **{f"perf/retries/reward_{cause}": float(taken.retried[cause]) for cause in CAUSES},
             **{f"perf/failures/reward_{cause}": float(taken.failed[cause]) for cause in CAUSES},
         }

@@ -130,6 +130,7 @@ def _built_in(name: str, reward: BuiltIn, config: RewardConfig) -> Scorer:
         compares=name if reward.compares else None,
         limits=limits,
         end=partial(_end, function, threads),
+        spent=function.spent if isinstance(function, Judge) else lambda: 0,
     )
 
 

@@ -64,6 +64,7 @@ class Scorer:
     limits: Limits = Limits()
     end: Callable[[], Awaitable[None]] = _no_op
     log: RewardLog | None = None  # None: calls are not counted
+    spent: Callable[[], int] = lambda: 0  # tokens of a judge since the last call
     _room: contextlib.AbstractAsyncContextManager[object] = field(init=False)
     _parts: set[str] = field(init=False, default_factory=set)  # names of all results so far
     _reasons: set[str] = field(init=False, default_factory=set)
@@ -91,6 +92,7 @@ class Scorer:
             found = await self._retried(prompts, samples)
         finally:
             self.log.end(len(samples), time.monotonic() - began)
+            self.log.spend(self.spent())
         for cause, n in _causes(found).items():
             self.log.fail(cause, n)
         return found

@@ -9,7 +9,7 @@ from typing import Any
 from rollout.chat import library
 from rollout.chat.library import LibraryChat
 from rollout.chat.positions import same_until
-from rollout.chat.template import TemplateChat, TemplateTokenizer, known_form
+from rollout.chat.template import TemplateChat, TemplateTokenizer, known_form, tool_form
 from rollout.chat.turns import Chat
 
 AUTO, TEMPLATE = "auto", "template"
@@ -40,12 +40,13 @@ _PROBES: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]]], ...] = (
 )
 
 
-def make_chat(name: str, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> Chat:
+def make_chat(name: str, tokenizer: Any, stop_token_ids: Sequence[int] = (), *, calls: bool = False) -> Chat:
     """The chat of `name`: "template", the tokenizer's own; a renderer of the library; or "auto", the library's renderer
     that writes the ids which the tokenizer's template writes, else the template.
 
-    stop_token_ids: more tokens with which the model ends a turn; the tokenizer's end token is one. Raises ValueError
-    for a tokenizer without a template, and for a renderer that is unknown, not installed, or writes other ids.
+    stop_token_ids: more tokens with which the model ends a turn; the tokenizer's end token is one. calls: turns have
+    tool calls. Raises ValueError for a tokenizer without a template, for a renderer that is unknown, not installed, or
+    writes other ids, and with `calls` for a template whose form of calls is not known.
     """
     if not tokenizer.chat_template and name in (AUTO, TEMPLATE):
         raise ValueError(
@@ -55,10 +56,12 @@ def make_chat(name: str, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> 
     ends = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     form = known_form(tokenizer) if tokenizer.chat_template else None
     template = TemplateChat(tokenizer, tuple(dict.fromkeys((*ends, *stop_token_ids))), form)
-    if name == TEMPLATE:
-        return template
-    if name == AUTO:
-        return next(_equal(template, tokenizer), template) if library.installed() else template
+    if name in (AUTO, TEMPLATE):
+        equal = _equal(template, tokenizer) if name == AUTO and library.installed() else iter(())
+        found = next(equal, None)
+        if found is None and calls:
+            _check_form(tokenizer)
+        return found or template
     if not library.installed():
         raise ValueError(
             f"rollout.renderer = {name!r} needs a package that is not installed: {library.INSTALL}, or set "
@@ -71,10 +74,20 @@ def make_chat(name: str, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> 
             f"rollout.renderer = {name!r} is unknown: did you mean {near!r}? Known: {AUTO}, {TEMPLATE}, "
             f"{', '.join(known)}"
         )
-    found = LibraryChat(name, tokenizer)
-    if tokenizer.chat_template and (problem := _difference(found, template, tokenizer)) is not None:
+    chosen = LibraryChat(name, tokenizer)
+    if tokenizer.chat_template and (problem := _difference(chosen, template, tokenizer)) is not None:
         raise ValueError(f"rollout.renderer = {name!r} is not of this model: {problem}; set rollout.renderer = 'auto'")
-    return found
+    return chosen
+
+
+def _check_form(tokenizer: TemplateTokenizer) -> None:
+    try:
+        tool_form(tokenizer, "the model")
+    except ValueError as e:
+        more = "" if library.installed() else f", install the library that knows more of them ({library.INSTALL})"
+        raise ValueError(
+            f"rollout.tools: {e}: use a template that teaches one of the known forms{more}, or set rollout.environment"
+        ) from None
 
 
 def _equal(template: TemplateChat, tokenizer: TemplateTokenizer) -> Iterator[LibraryChat]:

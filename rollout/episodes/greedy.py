@@ -6,6 +6,7 @@ Letters: G samples a prompt.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
@@ -30,7 +31,9 @@ class GreedyFirst(EngineWrapper):
         )
         return [
             dataclasses.replace(
-                s, samples=(*g.samples, *(dataclasses.replace(x, index=x.index + 1) for x in s.samples))
+                s,
+                samples=(*g.samples, *(dataclasses.replace(x, index=x.index + 1) for x in s.samples)),
+                discarded=dict(Counter(g.discarded) + Counter(s.discarded)),
             )
             for g, s in zip(greedy, sampled, strict=True)
         ]

@@ -115,7 +115,7 @@ async def _scored_groups(reward: RewardFn, groups: Sequence[SampleGroup], resume
         calls = [[pair for pairs in calls for pair in pairs]]
     done = await all_or_first_error(_scored(reward, pairs, resume) for pairs in calls)
     outcomes = iter([outcome for call in done for outcome in call])
-    return [_scored_group(g, [next(outcomes) for _ in g.samples]) for g in groups]
+    return [with_outcomes(g, [next(outcomes) for _ in g.samples]) for g in groups]
 
 
 async def _scored(reward: RewardFn, pairs: Sequence[tuple[Prompt, Sample]], resume: _Resume) -> list[Sample | Unscored]:
@@ -138,7 +138,8 @@ async def _scored(reward: RewardFn, pairs: Sequence[tuple[Prompt, Sample]], resu
     return out
 
 
-def _scored_group(group: SampleGroup, outcomes: Sequence[Sample | Unscored]) -> SampleGroup:
+def with_outcomes(group: SampleGroup, outcomes: Sequence[Sample | Unscored]) -> SampleGroup:
+    """The group with what has become of its samples: those that are lost are counted by reason."""
     reasons = Counter(o.reason for o in outcomes if isinstance(o, Unscored))
     kept = tuple(s for s in outcomes if isinstance(s, Sample))
     return dataclasses.replace(group, samples=kept, discarded=dict(Counter(group.discarded) + reasons))

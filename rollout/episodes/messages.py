@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from miles_like.hf.checkpoint import generation_eos
 from miles_like.protocols import RolloutEngine
 from miles_like.types import ENVIRONMENT, POLICY, Message, Prompt, Sample, SampleGroup, SamplingParams, Span
+from rollout.chat.choose import AUTO, make_chat
 from rollout.chat.positions import last_turn
 from rollout.chat.turns import OK, Chat, Tool
+from rollout.config import RolloutConfig
 from rollout.episodes.resuming import EngineWrapper
+from rollout.tools.load import load_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +84,24 @@ class Messages:
         return tuple(out)
 
 
-def outcomes(calls: Sequence[Span], answers: Sequence[Message]) -> list[Span]:
-    """The spans of a turn's tool calls with what came of each: the `status` of the tool message that answers it."""
-    statuses = [m.get("status") for m in answers if m.get("role") == "tool"]
-    if len(statuses) != len(calls):
-        return list(calls)
-    return [dataclasses.replace(c, status=str(s)) if s else c for c, s in zip(calls, statuses, strict=True)]
+def outcomes(spans: Sequence[Span], answers: Sequence[Message]) -> list[Span]:
+    """The spans of a turn, its tool calls with what came of each: the `status` of the tool message that answers it."""
+    statuses = [str(m.get("status") or "") for m in answers if m.get("role") == "tool"]
+    if len(statuses) != sum(s.what == "tool_call" for s in spans):
+        return list(spans)
+    of_calls = iter(statuses)
+    return [dataclasses.replace(s, status=next(of_calls) or s.status) if s.what == "tool_call" else s for s in spans]
 
 
-class StopsAtTurnEnds(EngineWrapper):
-    """A RolloutEngine whose samples end at the model's turn ends too: a chat model ends a turn with another token than
-    its text."""
+class ChatEngine(EngineWrapper):
+    """A RolloutEngine whose samples end at a chat model's turn ends too, which may be other tokens than the end of its
+    text. close_tools: called when the engine is closed."""
 
-    def __init__(self, engine: RolloutEngine, stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, engine: RolloutEngine, stop_token_ids: Sequence[int], close_tools: Callable[[], Awaitable[None]] | None
+    ) -> None:
         super().__init__(engine)
-        self._stops = tuple(stop_token_ids)
+        self._stops, self._close_tools = tuple(stop_token_ids), close_tools
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
         return await self._engine.generate(prompts, n=n, params=self._params(params))
@@ -102,6 +111,26 @@ class StopsAtTurnEnds(EngineWrapper):
     ) -> Sample:
         return await self._engine.continue_sample(sample, environment, params=self._params(params))
 
+    async def close(self) -> None:
+        if self._close_tools is not None:
+            await self._close_tools()
+        await self._engine.close()
+
     def _params(self, params: SamplingParams) -> SamplingParams:
         stops = tuple(dict.fromkeys((*params.stop_token_ids, *self._stops)))
         return dataclasses.replace(params, stop_token_ids=stops)
+
+
+def make_messages(config: RolloutConfig, tokenizer: Any) -> Messages | None:
+    """The configured messages; None: environments answer with text. Raises ValueError for a renderer or tools that
+    cannot be used, and for a template that does not append the answers of tools."""
+    if config.renderer is None and not config.tools.given:
+        return None
+    full = getattr(tokenizer, "full", tokenizer)  # `LazyTokenizer` has one
+    directory = Path(str(getattr(full, "name_or_path", "")))
+    stops = (generation_eos(directory) if directory.is_dir() else None) or ()
+    specs = load_tools(config.tools).specs if config.tools.given else ()
+    messages = Messages(make_chat(config.renderer or AUTO, full, stops, calls=bool(specs)), specs)
+    if specs:
+        messages.check("tool")
+    return messages

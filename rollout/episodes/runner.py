@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,8 +11,11 @@ from miles_like.protocols import GenerateFn, MakeEnvironment, RolloutEngine
 from rollout.config import RolloutConfig
 from rollout.episodes.custom_generate import CustomGenerate
 from rollout.episodes.environment import EpisodeLimits, Episodes
+from rollout.episodes.messages import ChatEngine, Messages, make_messages
 from rollout.episodes.resuming import RESUMES, ResumingEngine
 from rollout.prompts.source import Tokenizer
+from rollout.tools.environment import MakeToolEnvironment
+from rollout.tools.load import Tools, load_tools
 
 
 class EpisodeRunner(Protocol):
@@ -34,20 +38,32 @@ SINGLE_TURN = SingleTurn()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentEpisodes:
-    """Turns of model and environment (rollout.environment). resumes: how often an aborted turn is continued."""
+    """Turns of model and environment (rollout.environment, rollout.tools). resumes: how often an aborted turn is
+    continued. timed: spans have seconds. messages: None: the environment answers with text. tools: that are closed with
+    the engine."""
 
     make: MakeEnvironment
     limits: EpisodeLimits
     tokenizer: Tokenizer
     resumes: int = RESUMES
+    timed: bool = True
+    messages: Messages | None = None
+    tools: Tools | None = None
 
     def wrap(self, engine: RolloutEngine) -> RolloutEngine:
+        turns: RolloutEngine = ResumingEngine(engine, self.resumes)
+        if self.messages is not None:
+            turns = ChatEngine(
+                turns, self.messages.chat.stop_token_ids, None if self.tools is None else self.tools.close
+            )
         return Episodes(
-            ResumingEngine(engine, self.resumes),
+            turns,
             self.make,
             self.limits,
             encode=lambda text: self.tokenizer.encode(text, add_special_tokens=False),
             decode=lambda ids: str(self.tokenizer.decode(ids, skip_special_tokens=True)),
+            chat=self.messages,
+            clock=time.perf_counter if self.timed else lambda: 0.0,
         )
 
 
@@ -67,12 +83,35 @@ class GeneratedEpisodes:
         )
 
 
-def make_episode_runner(config: RolloutConfig, tokenizer: Tokenizer, *, resumes: int = RESUMES) -> EpisodeRunner:
-    """The configured runner. Raises ValueError for an import path that cannot be used."""
-    if config.environment is not None:
-        make: MakeEnvironment = load(config.environment, MakeEnvironment, key="rollout.environment")
-        limits = EpisodeLimits(max_turns=config.turns, max_tokens=config.longest_answer, call_s=config.call_timeout_s)
-        return EnvironmentEpisodes(make=make, limits=limits, tokenizer=tokenizer, resumes=resumes)
+def make_episode_runner(
+    config: RolloutConfig, tokenizer: Tokenizer, *, resumes: int = RESUMES, timed: bool = True
+) -> EpisodeRunner:
+    """The configured runner. timed: spans of episodes have seconds, with which two runs of the same bits differ. Raises
+    ValueError for an import path, tools or a renderer that cannot be used."""
+    if config.turns_with is not None:
+        messages, tools = make_messages(config, tokenizer), None
+        if config.environment is not None:
+            make: MakeEnvironment = load(config.environment, MakeEnvironment, key="rollout.environment")
+        else:
+            assert messages is not None, "tools answer by messages"
+            tools = load_tools(config.tools)
+            make = MakeToolEnvironment(tools.for_episode, messages.chat)
+        limits = EpisodeLimits(
+            max_turns=config.turns,
+            max_tokens=config.longest_answer,
+            call_s=config.call_timeout_s,
+            environment_s=config.environment_timeout_s,
+            episode_s=config.episode_timeout_s,
+        )
+        return EnvironmentEpisodes(
+            make=make,
+            limits=limits,
+            tokenizer=tokenizer,
+            resumes=resumes,
+            timed=timed,
+            messages=messages,
+            tools=tools,
+        )
     if config.generate is not None:
         function: GenerateFn = load(config.generate, GenerateFn, key="rollout.generate")
         return GeneratedEpisodes(

@@ -173,6 +173,7 @@ class SampleReader:
             versions=joined(sample.versions, [version_span(s) for s in reply.weight_versions], before - first),
             finish=reply.finish,
             text=text,
+            spans=sample.spans,
         )
 
     def _traces(

@@ -22,7 +22,8 @@ import torch
 
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.batch.packing import pack
-from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.hf.tokenizer import load_tokenizer
 from miles_like.rewards.load import scored_by
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, TrainBatch

@@ -8,15 +8,17 @@ Not covered: columns of a prompt that are tuples come back as lists.
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from miles_like.checkpoint.saved_groups import read_groups, write_groups
-from miles_like.types import Finish, Prompt, Sample, SampleGroup
+from miles_like.types import ENVIRONMENT, POLICY, Finish, Prompt, Sample, SampleGroup, Span
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import VersionSpan
 from tests.support.refusals import refuses
@@ -63,6 +65,10 @@ def everything() -> dict[str, SampleGroup]:
         reward_parts={"exact": 1 / 3, "length": -0.0},
         streams={"teacher": torch.rand(7), "teacher_candidates": torch.rand(7, 4)},
         candidates=torch.randint(0, 99, (7, 4)),
+        spans=(
+            Span(who=POLICY, start=3, end=6, reward=0.1, seconds=1 / 3),
+            Span(who=ENVIRONMENT, start=6, end=7, what="tool_result", name="add", status="ok"),
+        ),
     )
     big = replace(plain[2], routing=routes(plain[2].token_ids, EXPERTS[1], gates=False))
     unsealed = replace(big, routing=replace(big.routing, checksums=None, layer_checksums=None, versions=None))
@@ -113,6 +119,13 @@ def test_every_field_comes_back_bit_by_bit(tmp_path: Path) -> None:
     for trace in (s.routing for s in read_groups(tmp_path / "groups")["ticket 7"].samples if s.routing):
         trace.check_tokens(groups["ticket 7"].samples[1].token_ids, sample="p/1")
     assert before  # the samples without routes, streams and rewards are in there too
+
+
+def test_a_sample_without_spans_is_written_as_before_there_were_any(tmp_path: Path) -> None:
+    """Files of runs without an environment do not change."""
+    write_groups(tmp_path / "groups", everything())
+    found = json.loads(load_file(tmp_path / "groups")["json"].numpy().tobytes())
+    assert ["spans" in s for s in found["ticket 7"]["samples"]] == [False, True]
 
 
 def test_what_is_read_is_nobody_elses_memory(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from miles_like.algorithms.reward_model import BradleyTerryLoss
 from miles_like.algorithms.sft import NllLoss
 from miles_like.algorithms.simpo import SimpoLoss
 from miles_like.batch.packer import Packer
-from miles_like.config.sections.algorithm import BOUNDS_OF, AlgorithmConfig, CorrectionConfig, RolloutAlgorithm
+from miles_like.config.sections.algorithm import AlgorithmConfig, RolloutAlgorithm
+from miles_like.config.sections.correction import BOUNDS_OF, CorrectionConfig
 from miles_like.config.sections.flat import names_of, parts_of, values
 from miles_like.types import (
     ANSWER,

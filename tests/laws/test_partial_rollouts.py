@@ -32,7 +32,8 @@ from miles_like.batch.packer import Packer
 from miles_like.batch.packing import pack
 from miles_like.checkpoint.ledger import Ledger
 from miles_like.checkpoint.writer import Snapshot
-from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.experience.experience import Experience
 from miles_like.loop.buffer import DataBuffer
 from miles_like.loop.controller import Controller

@@ -146,7 +146,24 @@ MOVES = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
+TOOLS = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- for tool in tools %}{{- tool.function.name + ' ' + (tool.function.parameters | tojson) + '\\n' }}{%- endfor %}
+{{- '<tool_call>\\n{"name": "...", "arguments": {...}}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
 MARKS = {
+    "tools": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     "chatml": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     "qwen3": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     "drops": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -163,6 +180,7 @@ MARKS = {
 }
 # added, but not special: a decoder that skips special tokens keeps them
 PLAIN_MARKS = {
+    "tools": ("<think>", "</think>", "<tool_call>", "</tool_call>"),
     "qwen3": ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
     "drops": ("<think>", "</think>"),
     "glm": ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
@@ -187,7 +205,15 @@ def qwen3() -> str:
 
 
 def template(name: str) -> str:
-    known = {"chatml": CHATML, "deepseek": DEEPSEEK, "glm": GLM, "llama": LLAMA, "drops": DROPS, "moves": MOVES}
+    known = {
+        "chatml": CHATML,
+        "deepseek": DEEPSEEK,
+        "glm": GLM,
+        "llama": LLAMA,
+        "drops": DROPS,
+        "moves": MOVES,
+        "tools": TOOLS,
+    }
     return qwen3() if name == "qwen3" else known[name]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles_like.cluster.factories import MegatronFactory
-from miles_like.protocols import RankTrainer
+from miles_like.rank_protocols import RankTrainer
 
 
 @dataclass(frozen=True, slots=True)

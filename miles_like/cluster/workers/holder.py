@@ -219,6 +219,7 @@ class ColumnHolder:
             finish=s.finish,
             reward=s.reward,
             reward_parts=s.reward_parts,
+            spans=s.spans,
             holder=self.number,
             key=key,
             checksum=checksum_of(s),

@@ -1,4 +1,4 @@
-"""Algorithm settings: presets, the parts that they combine, the keys of each, and importance weights. Torch-free."""
+"""Algorithm settings: presets, the parts that they combine, and the keys of each. Torch-free."""
 
 from __future__ import annotations
 
@@ -58,6 +58,17 @@ class Keyless(AdvantagePart):
 
 class CustomAdvantage(AdvantagePart):
     advantage: str  # pkg.module:name of a custom AdvantageFn
+
+
+class EpisodeCredit(Part):
+    chosen_by = "turn_credit"
+    turn_credit: Literal["episode"] = "episode"
+
+
+class TurnCredit(Part):
+    chosen_by = "turn_credit"
+    turn_credit: Literal["discounted", "turn_groups"]
+    turn_discount: float = Field(1.0, ge=0, le=1)  # factor of the return of the next turn
 
 
 class LossPart(Part):
@@ -196,6 +207,7 @@ Advantage: TypeAlias = (
     Annotated[Grpo | Reinforce | ReinforcePlusPlus | Ppo | Remax | Keyless, Field(discriminator="advantage")]
     | CustomAdvantage
 )
+Credit: TypeAlias = Annotated[EpisodeCredit | TurnCredit, Field(discriminator="turn_credit")]
 Loss: TypeAlias = (
     Annotated[Clipped | Gspo | Cispo | Sapo | Decoupled | ClipCov | KlCov | Unclipped, Field(discriminator="loss")]
     | CustomLoss
@@ -245,12 +257,18 @@ PRESETS: dict[Preset, dict[str, str | float]] = {
 }
 
 
+_OF_TURNS = {"advantage": "'grpo' or 'dr_grpo'", "kl_in": "'loss'", "shuffle_advantages": "false"}  # with turn_credit
+
+
 class RolloutAlgorithm(Part):
     """The parts of a preset; docs/algorithms.md defines each."""
 
     chosen_by = "name"
     name: Preset = "grpo"
     advantage: Advantage = Grpo()  # estimator that turns rewards into advantages
+    # which rewards of an episode a turn's tokens get: those of all turns together ("episode"), or their discounted sum
+    # from this turn on, compared with all turns of the group ("discounted") or those of this number ("turn_groups")
+    credit: Credit = EpisodeCredit()
     loss: Loss = Clipped()  # policy loss of a token, from its advantage and probability ratio
     aggregation: Aggregate = Mean()  # how the token losses of a step are reduced to one number
     penalty: KlPenalty | None = None  # where the KL penalty is applied
@@ -276,6 +294,18 @@ class RolloutAlgorithm(Part):
                 raise ValueError(
                     f"algorithm.{key} = {value!r} allows rewards below 0, but algorithm.advantage = 'maxrl' "
                     "divides by their mean: remove one of them"
+                )
+        if isinstance(self.credit, TurnCredit):
+            name, own = self.advantage.advantage, self.shuffle_advantages
+            wrong = {
+                "advantage": name not in ("grpo", "dr_grpo"),
+                "kl_in": self.reference_stream,
+                "shuffle_advantages": own,
+            }
+            for key in [key for key, is_wrong in wrong.items() if is_wrong]:
+                raise ValueError(
+                    f"algorithm.turn_credit = {self.credit.turn_credit!r} compares the turns of a group, each by its "
+                    f"own reward: set algorithm.{key} to {_OF_TURNS[key]}, or turn_credit = 'episode'"
                 )
         if self.shuffle_advantages and self.advantage.token_level:
             raise ValueError(
@@ -353,6 +383,7 @@ class AlgorithmConfig(FlatSection):
     section = "algorithm"
     order = (
         *("name", "advantage", "loss", "aggregation", "aggregation_constant"),
+        *("turn_credit", "turn_discount"),
         *("normalize_std", "batch_baseline", "gamma", "gae_lambda", "value_clip"),
         *("clip_low", "clip_high", "clip_dual", "tau_pos", "tau_neg", "behaviour_cap"),
         *("cov_ratio", "cov_low", "cov_high", "cov_coefficient"),
@@ -396,83 +427,3 @@ class AlgorithmConfig(FlatSection):
     def keeps_reference(self) -> bool:
         """Whether the trainer keeps reference weights."""
         return self.name in FROM_REFERENCE if self.supervised else self.parts.penalty is not None
-
-
-Level: TypeAlias = Literal["token", "sequence", "geometric", "k3"]
-Action: TypeAlias = Literal["truncate", "mask"]
-
-
-class Weights(Part):
-    """A correction that is on."""
-
-    chosen_by = switch = "kind"
-    kind: Literal["tis", "mis", "icepop"]
-    level: Level  # what the ratio is computed over: a token, or all tokens of a sample
-    action: Action  # outside the bounds: set w to the bound (truncate), or to 0 (mask)
-    low: float = Field(ge=0)  # lower bound of the ratio
-    high: float = Field(gt=0)  # upper bound of the ratio
-    veto: float = Field(ge=0, lt=1)  # a sample with any token ratio below this has w = 0; 0: no veto
-
-    @model_validator(mode="after")
-    def bounds_leave_a_choice(self) -> Weights:
-        low, high, agrees = self.low, self.high, 0.0 if self.level == "k3" else 1.0
-        if self.level == "k3" and low:
-            raise ValueError(
-                f"correction.low = {low} with level = 'k3' masks samples where trainer and rollout agree, "
-                "because their k3 is 0: remove it"
-            )
-        if not low <= agrees <= high:
-            raise ValueError(
-                f"correction.low = {low} and high = {high} exclude {agrees}, the value where trainer and rollout "
-                "agree: set low below it and high above it"
-            )
-        if low == high:
-            raise ValueError(f"correction.low = correction.high = {low} accepts a single ratio: set low below high")
-        return self
-
-
-class CorrectionConfig(FlatSection):
-    """Importance weights w against the mismatch of trainer and rollout; docs/corrections.md defines each kind.
-
-    A key that is not given gets the default of the kind, level and action (`BOUNDS_OF`), and the resolved configuration
-    shows it.
-    """
-
-    weights: Weights | None = None  # kind of the importance weights; None: kind = "off", no weights
-
-    section = "correction"
-    absent: ClassVar[Mapping[str, object]] = {"kind": "off"}
-
-    @classmethod
-    def implied(cls, given: Mapping[str, object]) -> Mapping[str, object]:
-        """Level, action and bounds of the kind. Raises ValueError for a combination that is not defined."""
-        ways = [(level, action) for kind, level, action in BOUNDS_OF if kind == given.get("kind")]
-        if not ways:
-            return {}
-        kind, level, action = given["kind"], given.get("level", ways[0][0]), given.get("action", ways[0][1])
-        for (known, *way), bounds in BOUNDS_OF.items():
-            if (known, *way) == (kind, level, action):
-                return dict(zip(("level", "action", "low", "high", "veto"), (level, action, *bounds), strict=True))
-        more = "" if kind == "mis" else "; kind 'mis' has more combinations"
-        raise ValueError(
-            f"correction.kind = {kind!r} with level = {level!r} and action = {action!r}: it is only defined for "
-            f"(level, action) = ({'), ('.join(map(', '.join, ways))}){more}"
-        )
-
-    @property
-    def kind(self) -> str:
-        return "off" if self.weights is None else self.weights.kind
-
-
-# (kind, level, action) -> (low, high, veto); the first entry of a kind is its default
-BOUNDS_OF: dict[tuple[str, str, str], tuple[float, float, float]] = {
-    ("tis", "token", "truncate"): (0.0, 2.0, 0.0),
-    ("mis", "token", "mask"): (0.5, 2.0, 1e-4),
-    ("mis", "token", "truncate"): (0.0, 2.0, 1e-4),
-    ("mis", "sequence", "mask"): (0.5, 2.0, 1e-4),
-    ("mis", "sequence", "truncate"): (0.0, 2.0, 1e-4),
-    ("mis", "geometric", "mask"): (0.999, 1.001, 1e-4),
-    ("mis", "geometric", "truncate"): (0.0, 1.001, 1e-4),
-    ("mis", "k3", "mask"): (0.0, 0.01, 1e-4),
-    ("icepop", "token", "mask"): (0.5, 5.0, 0.0),
-}

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from miles_like.config.sections.metric_direction import better
+from miles_like.config.sections.watched.metric_direction import better
 from miles_like.section import Section
 
 

@@ -112,7 +112,7 @@ function tokenView(sample, key) {
       return made;
     });
     const more = turn.more ? el("p", { class: "sub" }, `${number(turn.more)} more tokens`) : null;
-    return el("details", { open: turn.own && own.length === 1 }, el("summary", {}, `${name}: ${counted(turn.ids.length, "token")}`),
+    return el("details", { open: turn.own && own.length === 1 }, el("summary", {}, `${name}: ${counted(turn.ids.length, "token")}${turn.note ? `; ${turn.note}` : ""}`),
       el("div", { class: "tokens" }, shown), more);
   })];
 }

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from miles_like.config.sections.metric_direction import better
+from miles_like.config.sections.watched.metric_direction import better
 from miles_like.report.console import Rows, counted, first_last_best, headline_keys
 
 

@@ -42,6 +42,12 @@ class Judge:
         self._pattern = regex.compile(config.pattern)
         self._server = Endpoint(config)
         self._threads = DaemonThreads()
+        self._tokens = 0
+
+    def spent(self) -> int:
+        """Tokens that the server reports to have read and written, since the last call."""
+        spent, self._tokens = self._tokens, 0
+        return spent
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Score | Unscored:
         c = self._config
@@ -78,6 +84,9 @@ class Judge:
         except (KeyError, IndexError, TypeError) as e:
             form = "an object" if isinstance(reply, Mapping) else type(reply).__name__
             raise ValueError(f"the judge sent {form} {str(reply)[:200]!r}, not a chat completion: check url") from e
+        usage = reply.get("usage")
+        total = usage.get("total_tokens") if isinstance(usage, Mapping) else None
+        self._tokens += total if type(total) is int and total > 0 else 0
         if cut:
             return Unscored(reason="the judgement was cut off")
         try:  # in a thread: the user's pattern may be slow

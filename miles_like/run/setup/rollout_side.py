@@ -102,7 +102,9 @@ class RolloutSide:
 
     def episode_runner(self) -> EpisodeRunner:
         """The configured episode runner. Raises ValueError for a user's function that cannot be loaded or called."""
-        return make_episode_runner(self.plan.config.rollout, self.plan.tokenizer, resumes=self.resumes)
+        c = self.plan.config
+        timed = not c.alignment.deterministic  # so that files of equal runs have equal bytes
+        return make_episode_runner(c.rollout, self.plan.tokenizer, resumes=self.resumes, timed=timed)
 
     def launch(self, slot: Slot, version: int, *, routing: bool = True) -> ServerLaunch:
         """The launch settings of the server in `slot`, whose weights are numbered `version`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
-from miles_like.protocols import ShardedWeights, WeightShards
+from miles_like.rank_protocols import ShardedWeights, WeightShards
 from miles_like.types import NamedTensor, PublishReport
 from rollout.publish.publication import PublishTarget, Sent, publish_stream
 from rollout.publish.reshard.membership import GroupFailed, Membership

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from miles_like.protocols import ShardedWeights, WeightShards
+from miles_like.rank_protocols import ShardedWeights, WeightShards
 from miles_like.types import NamedTensor, PublishReport, WeightRegion
 from rollout.publish.group import address_towards, later, listener, once_or_with, tell_to_leave
 from rollout.publish.publication import PublishTarget, RankChecksums, Sent, publish_stream

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from miles_like.protocols import WeightShards
+from miles_like.rank_protocols import WeightShards
 from miles_like.types import NamedTensor, WeightRegion
 from quant.formats.codec import QuantTensor
 from rollout.publish.reshard.plan import Encoding, Part, Send, SourcePlan

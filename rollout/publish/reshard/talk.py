@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from miles_like.protocols import Signals
+from miles_like.rank_protocols import Signals
 from rollout.wire.replies import Json
 
 _LONG_S = 3600.0  # of one wait at the board

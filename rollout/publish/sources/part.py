@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from miles_like.protocols import Board, WeightSources
+from miles_like.rank_protocols import Board, WeightSources
 from miles_like.types import NamedTensor
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
-from miles_like.protocols import WeightSources
+from miles_like.rank_protocols import WeightSources
 from miles_like.types import PublishReport, ServerFault
 from quant.registry import codec_or_none
 from rollout.publish.buckets import HostBytes

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from miles_like.protocols import Board
+from miles_like.rank_protocols import Board
 from rollout.sglang.http_replies import RolloutError
 
 _PIECE_S = 60.0  # of a wait, after which it looks whether turns go on

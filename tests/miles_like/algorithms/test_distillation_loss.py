@@ -26,7 +26,8 @@ from miles_like.algorithms.distillation import (
 from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.batch.packing import pack
-from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.protocols import Algorithm
 from miles_like.types import TAUGHT, TEACHER, TEACHER_CANDIDATES, VALUES, LossInputs, Sample, SampleGroup
 from tests.support.made_samples import group, sample

@@ -21,7 +21,8 @@ from torch import Tensor
 from miles_like.algorithms.registry import make_algorithm, make_critic_loss
 from miles_like.algorithms.truncation import make_overlong
 from miles_like.batch.packer import Packer
-from miles_like.config.sections.algorithm import BOUNDS_OF, PRESETS, AlgorithmConfig, CorrectionConfig, RolloutAlgorithm
+from miles_like.config.sections.algorithm import PRESETS, AlgorithmConfig, RolloutAlgorithm
+from miles_like.config.sections.correction import BOUNDS_OF, CorrectionConfig
 from miles_like.config.sections.flat import names_of, parts_of
 from miles_like.config.sections.watched.mismatch import MismatchConfig
 from miles_like.experience.experience import Experience

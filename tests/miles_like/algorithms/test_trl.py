@@ -26,7 +26,8 @@ from torch import Tensor
 
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.batch.aggregation import sample_weights
-from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.types import REFERENCE, Aggregation, LossInputs
 from tests.support.made_samples import group, rewarded, sample
 

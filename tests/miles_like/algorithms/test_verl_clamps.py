@@ -18,7 +18,8 @@ from miles_like.algorithms.advantages.penalty import KlPenalty
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.algorithms.terms.kl import kl_estimate
 from miles_like.config.load import load_config
-from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.config.sections.flat import values
 from miles_like.types import LossInputs
 from tests.support.refusals import Facts, refuses

@@ -24,7 +24,8 @@ from miles_like.algorithms.losses.covariance import ClipCovLoss, KlCovLoss
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.algorithms.terms.kl import kl_estimate
 from miles_like.batch.packer import Packer
-from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.experience.experience import Experience
 from miles_like.types import GREEDY, REFERENCE, Finish, LossInputs, Prompt, Sample, SampleGroup, SamplingParams
 from rollout.episodes.greedy import GreedyFirst, greedy_seed

@@ -28,7 +28,8 @@ from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
 from miles_like.cluster.factories import MegatronFactory
 from miles_like.cluster.placement import Role, Slot
 from miles_like.cluster.trainer_ranks import RayTrainer
-from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.nodes.session import start_ray, stop_ray
 from miles_like.types import REFERENCE, RanksLostError, TrainBatch
 from routing_replay.align import pack_rows

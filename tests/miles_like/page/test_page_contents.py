@@ -96,6 +96,13 @@ def test_samples_have_turns_and_values_of_their_tokens(tmp_path: Path) -> None:
         "trainer_logprobs": [-0.75, -1.0, -0.125],
         "advantages": 0.5,
         "routing_agreement": 0.875,
+        "spans": [
+            {"who": "policy", "start": 2, "end": 4, "what": "turn", "reward": 0.25, "seconds": 1.5},
+            {"who": "policy", "start": 2, "end": 3, "what": "tool_call", "name": "add", "status": "ok"},
+            {"who": "environment", "start": 4, "end": 5, "what": "turn", "reward": None, "seconds": 0.0},
+            {"who": "policy", "start": "5", "what": "turn", "reward": 1},
+            "span",
+        ],
     }
     write_rows(tmp_path, [(9, {"a": 1.0})])
     (tmp_path / "rollouts").mkdir()
@@ -105,6 +112,7 @@ def test_samples_have_turns_and_values_of_their_tokens(tmp_path: Path) -> None:
     assert [turn["own"] for turn in made["turns"]] == [False, True, False, True]
     assert made["turns"][1] == {
         "own": True,
+        "note": "reward 0.25, 1.5 s, tool call add ok",
         "ids": [2, 1],
         "words": ["<c>", "b"],
         "logprobs": [-0.5, -1],
@@ -112,6 +120,7 @@ def test_samples_have_turns_and_values_of_their_tokens(tmp_path: Path) -> None:
         "advantage": [0.5, 0.5],
         "age": [2, 2],
     }
+    assert [bool(turn.get("note")) for turn in made["turns"]] == [False, True, False, False]
     assert made["turns"][3]["age"] == [0] and made["turns"][0] == {"own": False, "ids": [0, 1], "words": ["a", "b"]}
     of = data_of(tmp_path)["samples"][0]["ratios"]
     assert of["step"] == 9 and {b: n for b, n in zip(of["bins"], of["counts"], strict=True) if n} == {

@@ -9,22 +9,19 @@ import dataclasses
 import itertools
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from miles_like.config.sections.metric_direction import better
+from miles_like.config.sections.watched.metric_direction import better
 from miles_like.report.metrics import (
     eval_metrics,
     pass_at_k,
     rollout_metrics,
     speed_metrics,
-    turn_metrics,
     write_rollouts,
 )
 from miles_like.report.sinks import JsonlSink, MultiSink, TensorboardSink
@@ -71,12 +68,6 @@ def test_utilization_by_hand():
     flops = lambda lengths, labels: 10 * sum(n * n for n in lengths) + labels  # noqa: E731
     out = speed_metrics(groups, rollout_s=2.0, train_s=4.0, flops=flops, peak=163.0)
     assert out["perf/mfu"] == 0.5
-
-
-def test_turns_are_counted_by_what_is_under_loss():
-    two = sample(response_len=6)
-    two = replace(two, loss_mask=torch.tensor([False, False, True, True, False, False, True, True]))
-    assert turn_metrics([group([two, sample(index=1)])]) == {"rollout/turns/mean": 1.5}
 
 
 def test_speeds_by_hand():

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from miles_like.types import Finish, NamedTensor, Prompt, Sample, SamplingParams, VersionSpan
+from miles_like.types import Finish, NamedTensor, Prompt, Sample, SamplingParams, Span, VersionSpan
 from rollout.embedded.engine.engine import Engine
 from rollout.embedded.engine.requests import Completed
 from rollout.embedded.server.service import Service
@@ -38,6 +38,7 @@ SHAPE = RoutingShape(num_layers=3, moe_layers=(1, 2), top_k=4, num_experts=16)
 A = Prompt(id="a", token_ids=(5, 9, 33, 2, 71), answer="")
 B = Prompt(id="b", token_ids=tuple(range(10, 47)), answer="")
 ENVIRONMENT = (17, 18, 19)
+SPANS = (Span(who="policy", start=5, end=11, reward=0.5),)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,8 @@ def test_turns_with_an_environment_between(url: str) -> None:
 
     async def run(c: SGLangClient) -> tuple[Sample, Sample]:
         (group,) = await c.generate([A], n=2, params=params(6))
-        continued = await c.continue_sample(group.samples[1], ENVIRONMENT, params=params(4))
+        first = replace(group.samples[1], spans=SPANS)
+        continued = await c.continue_sample(first, ENVIRONMENT, params=params(4))
         continued = await c.continue_sample(continued, ENVIRONMENT[:1], params=params(4))
         prompt = Prompt(id="a", token_ids=tuple(continued.token_ids.tolist()[:-4]), answer="")
         await c.flush_cache()
@@ -121,7 +123,7 @@ def test_turns_with_an_environment_between(url: str) -> None:
 
     continued, whole = ask(url, run, decode=lambda ids: " ".join(map(str, ids)))
     turns = [False] * 5 + [True] * 6 + [False] * 3 + [True] * 4 + [False] + [True] * 4
-    assert continued.loss_mask.tolist() == turns
+    assert continued.loss_mask.tolist() == turns and continued.spans == SPANS
     assert continued.token_ids[11:14].tolist() == list(ENVIRONMENT) and not continued.logprobs[11:14].any()
     assert continued.versions == (VersionSpan(0, 0, 6), VersionSpan(0, 9, 13), VersionSpan(0, 14, 18))
     assert continued.text.split() == [str(t) for t in continued.token_ids[5:].tolist()]

@@ -29,7 +29,8 @@ from miles_like.algorithms.advantages.rloo import leave_one_out
 from miles_like.algorithms.advantages.shuffle import shuffle_over_batch
 from miles_like.algorithms.advantages.tokens import WHITEN_EPS
 from miles_like.algorithms.registry import make_algorithm
-from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, RolloutAlgorithm
+from miles_like.config.sections.algorithm import AlgorithmConfig, RolloutAlgorithm
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.config.sections.flat import names_of, parts_of
 from miles_like.types import REFERENCE, VALUES, SampleGroup
 from tests.support.made_samples import group, rewarded, sample

@@ -25,7 +25,8 @@ from miles_like.algorithms.losses.value import ValueLoss, critic_metrics
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.algorithms.terms.kl import kl_estimate
 from miles_like.algorithms.terms.mismatch import finish
-from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, RolloutAlgorithm
+from miles_like.config.sections.algorithm import AlgorithmConfig, RolloutAlgorithm
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.config.sections.flat import names_of, parts_of
 from miles_like.report.console import step_line
 from miles_like.types import REFERENCE, RETURNS, VALUES, LossInputs

@@ -17,7 +17,8 @@ from rich.console import Console
 from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.algorithms.registry import make_algorithm, make_bounds
 from miles_like.algorithms.terms.bounds import Bounds
-from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.config.sections.watched.mismatch import MismatchConfig
 from miles_like.loop.step_bounds import StepBounds
 from miles_like.types import LossInputs

@@ -23,7 +23,8 @@ from miles_like.algorithms.losses.gspo import GspoLoss
 from miles_like.algorithms.registry import make_algorithm, make_correction
 from miles_like.algorithms.terms.correction import Correction
 from miles_like.algorithms.terms.mismatch import finish
-from miles_like.config.sections.algorithm import BOUNDS_OF, AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig
+from miles_like.config.sections.correction import BOUNDS_OF, CorrectionConfig
 from miles_like.types import LossInputs
 from tests.support.refusals import Facts, refuses
 

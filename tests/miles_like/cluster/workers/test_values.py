@@ -25,7 +25,8 @@ from miles_like.batch.unpacking import unpack
 from miles_like.cluster.workers.pool import RolloutWorkers
 from miles_like.cluster.workers.values import HeldValues
 from miles_like.cluster.workers.worker import RewardOfRounds, Sampling
-from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.experience.experience import Experience, OwnValues
 from miles_like.experience.held_teachers import HeldTeachers
 from miles_like.experience.teachers import MovedScores, Teachers, TeacherScores, TrainerTeacher

@@ -10,13 +10,8 @@ from miles_like.algorithms.losses.cispo import CispoLoss
 from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.algorithms.losses.gspo import GspoLoss
 from miles_like.algorithms.registry import make_algorithm, make_critic_loss
-from miles_like.config.sections.algorithm import (
-    GROUP_LEVEL,
-    PRESETS,
-    AlgorithmConfig,
-    CorrectionConfig,
-    RolloutAlgorithm,
-)
+from miles_like.config.sections.algorithm import GROUP_LEVEL, PRESETS, AlgorithmConfig, RolloutAlgorithm
+from miles_like.config.sections.correction import CorrectionConfig
 from miles_like.config.sections.flat import names_of, parts_of, values
 from miles_like.config.sections.supervised import SUPERVISED
 from miles_like.types import Aggregation

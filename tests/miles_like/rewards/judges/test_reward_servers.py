@@ -22,8 +22,9 @@ from typing import Any
 import pytest
 
 from miles_like.config.sections.reward import RewardConfig
+from miles_like.report.reward_calls import RewardTally
 from miles_like.rewards.judges import judge
-from miles_like.rewards.load import make_reward
+from miles_like.rewards.load import Rewards, make_reward
 from miles_like.types import Prompt, Sample, Score, Unscored
 from tests.support.fakes import FakeServer
 from tests.support.made_samples import sample
@@ -270,6 +271,25 @@ def test_a_judge(reply: Any, want: Any) -> None:
     """What cannot be read is no bad response; 1 may have become 10."""
     with Scoring(reply) as server:
         assert asked("judge", server, retries=0) == [want]
+
+
+@pytest.mark.parametrize(
+    ("usage", "tokens"),
+    [({"total_tokens": 31}, 62), ({"total_tokens": "31"}, 0), ({"total_tokens": -3}, 0), ([], 0), (None, 0)],
+)
+def test_tokens_of_a_judge_are_counted_where_its_server_reports_them(usage: Any, tokens: int) -> None:
+    """Those of a judgement without a score too."""
+    tally = RewardTally()
+
+    async def run(url: str) -> None:
+        config = RewardConfig.model_validate({"name": "judge", "judge": {"url": url}, "retries": 1, "retry_wait_s": 0})
+        rewards = Rewards(config, log=tally)
+        await rewards(None)([PROMPT], [sample()])
+        await rewards.close()
+
+    with Scoring({**completion("I like it"), "usage": usage}) as server:
+        asyncio.run(run(server.url))
+    assert tally.metrics().get("perf/reward/judge_tokens", 0) == tokens
 
 
 ASKED = re.compile(
