@@ -14,7 +14,8 @@ from rollout.chat.template import TemplateTokenizer
 from rollout.chat.turns import INVALID_JSON, OK, Added, Call, Tool, Turn, for_template
 
 INSTALL = "pip install 'miles-like[agents]'"
-NOT_TRIED = ("default", "gpt-oss")  # any template; and one whose vocabulary is downloaded
+_OF_NO_MODEL = ("auto", "custom", "default")
+NOT_TRIED = ("gpt-oss",)  # its vocabulary is downloaded
 
 
 def installed() -> bool:
@@ -25,7 +26,7 @@ def names() -> tuple[str, ...]:
     """Of the library's renderers."""
     from renderers import configs
 
-    return tuple(configs._CONFIG_BY_NAME)
+    return tuple(name for name in configs._CONFIG_BY_NAME if name not in _OF_NO_MODEL)
 
 
 class LibraryChat:
@@ -43,7 +44,9 @@ class LibraryChat:
             self._renderer: Any = create_renderer(tokenizer, config_from_name(name))
         except Exception as e:  # it asserts, and imports what it needs
             why = " ".join(str(e).split())[:300]
-            raise ValueError(f"the renderer {name!r} does not fit the model's tokenizer: {why}") from None
+            raise ValueError(
+                f"rollout.renderer = {name!r} does not fit the model's tokenizer: {why}: set rollout.renderer = 'auto'"
+            ) from None
         self.stop_token_ids = tuple(int(i) for i in self._renderer.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
@@ -68,12 +71,14 @@ class LibraryChat:
         )
         if found is None or found.token_ids[: len(before)] != before:
             return None
-        new, owners = found.token_ids[len(before) :], found.message_indices[len(before) :]
+        n = len(before)
+        contents = found.is_content[n:] or [True] * (len(found.token_ids) - n)  # some formats do not mark them
+        owners = [i if inside else -1 for i, inside in zip(found.message_indices[n:], contents, strict=True)]
         places = []
         for i in range(len(messages)):
             at = [k for k, owner in enumerate(owners) if owner == i]
             places.append((at[0], at[-1] + 1) if at else (0, 0))
-        return Added(tuple(new), tuple(places))
+        return Added(tuple(found.token_ids[n:]), tuple(places))
 
     def parse(self, prompt_ids: Sequence[int], ids: Sequence[int], tools: Sequence[Tool] = ()) -> Turn:
         found = self._renderer.parse_response(list(ids), tools=_tools(tools), prompt_ids=list(prompt_ids))

@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic_core import to_json
@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from miles_like.limits.threads import DaemonThreads
 from miles_like.limits.user_errors import raised
 from miles_like.plugins import is_async
+from miles_like.types import EnvironmentLost
 from rollout.chat.turns import Tool
 from rollout.tools.results import ToolError, WrongArguments
 
@@ -38,7 +39,8 @@ class FunctionTool:
         }
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The result as text: JSON unless it is text. Raises WrongArguments; ToolError for what the function raises."""
+        """The result as text: JSON unless it is text. Raises WrongArguments; ToolError for what the function raises,
+        and EnvironmentLost where it raises that."""
         try:
             read = self._model.model_validate(dict(arguments))
         except ValidationError as e:
@@ -53,7 +55,7 @@ async def _awaited(function: Callable[..., Any], given: Mapping[str, Any]) -> An
     try:
         return await function(**given)
     except Exception as e:  # user code may raise anything
-        raise ToolError(raised(e)) from e
+        _fail(e)
 
 
 def _outcome(function: Callable[..., Any], given: Mapping[str, Any]) -> Callable[[], Any]:
@@ -65,7 +67,9 @@ def _outcome(function: Callable[..., Any], given: Mapping[str, Any]) -> Callable
     return lambda: value
 
 
-def _fail(error: Exception) -> None:
+def _fail(error: Exception) -> NoReturn:
+    if isinstance(error, EnvironmentLost):
+        raise error
     raise ToolError(raised(error)) from error
 
 
@@ -104,7 +108,8 @@ def _arguments(
         if name not in hints:
             raise ValueError(f"{key}: its parameter {name!r} has no type hint: add one")
         default = ... if parameter.default is parameter.empty else parameter.default
-        fields[f"argument_{i}"] = (hints[name], Field(default, alias=name, description=about.get(name)))
+        described = {"description": about[name]} if name in about else {}  # else the hint may describe it
+        fields[f"argument_{i}"] = (hints[name], Field(default, alias=name, **described))
         aliases[name] = f"argument_{i}"
     try:
         model = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)

@@ -49,14 +49,22 @@ class Session:
 
     @property
     def ended(self) -> bool:
-        return self._task is not None and self._task.done()
+        """Whether no further call can be answered."""
+        return self._leave.is_set() or (self._task is not None and self._task.done())
+
+    def lose(self) -> None:
+        """The server has closed the connection: its task ends."""
+        self._leave.set()
 
     async def close(self) -> None:
         """Ends the connection, and the process of a server that this one started."""
         self._leave.set()
-        if self._task is not None:
-            await asyncio.wait([self._task], timeout=_CLOSE_S)
+        if self._task is None or self._opened is None:
+            return
+        if not self._opened.done():
             self._task.cancel()
+        await asyncio.wait([self._task], timeout=_CLOSE_S)
+        self._task.cancel()
 
     async def _hold(self, opened: asyncio.Future[Client]) -> None:
         try:
@@ -105,7 +113,8 @@ class McpTool:
         try:
             found = await client.call_tool(self.name, dict(arguments))
         except MCPError as e:
-            if e.error.code == CONNECTION_CLOSED or session.ended:
+            if e.error.code == CONNECTION_CLOSED:
+                session.lose()
                 raise EnvironmentLost(f"the MCP server of tool {self.name} has ended") from e
             raise ToolError(str(e.error.message)) from e
         text = "\n".join(

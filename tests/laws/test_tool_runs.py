@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from miles_like.types import POLICY, Span
 from tests.support.chat_templates import tokenizer
 from tests.support.forked import tail
 from tests.support.local_run import SMALL_MODEL, drive, shared_starter
@@ -27,7 +28,6 @@ HERE = Path(__file__)
 SETTINGS = (
     "train.steps=2",
     "checkpoint.every=2",
-    "eval.every=0",
     "data.max_prompt_tokens=400",
     "train.max_tokens_per_rank=2048",
     "train.samples_per_group=8",
@@ -62,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)} for i in range(16)]
     (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert shared_starter().call(home / "home.log", make_chat_home, home) == 0, tail(home / "home.log")
-    settings = (*SETTINGS, f"data.train={home / 'rows.jsonl'}", "data.eval=''")
+    settings = (*SETTINGS, f"data.train={home / 'rows.jsonl'}", f"data.eval={home / 'rows.jsonl'}")
     log = home / "run" / "driver.log"
     assert shared_starter().call(log, drive, home / "run", home, settings, None, None) == 0, tail(log)
     yield home / "run"
@@ -77,19 +77,19 @@ def rows(run: Path) -> list[dict[str, Any]]:
 def test_what_was_sampled_is_trained(run: Path) -> None:
     words, found, several = tokenizer("tools"), Counter[str](), 0
     for row in rows(run):
-        ids, turns = row["token_ids"], [s for s in row["spans"] if s["what"] == "turn"]
-        policy = [s for s in turns if s["who"] == "policy"]
+        ids, spans = row["token_ids"], [Span(**span) for span in row["spans"]]
+        policy = [s for s in spans if (s.what, s.who) == ("turn", POLICY)]
         masked = [i for i, under in enumerate(row["loss_mask"]) if under]
-        assert masked == [i for s in policy for i in range(s["start"], s["end"])]
+        assert masked == [i for s in policy for i in range(s.start, s.end)]
         several += len(policy) > 1
-        for span in row["spans"]:
-            text = words.decode(ids[span["start"] : span["end"]])
-            if span["what"] == "tool_call":
-                found[span["status"]] += 1
+        for span in spans:
+            text = words.decode(ids[span.start : span.end])
+            if span.what == "tool_call":
+                found[span.status] += 1
                 assert text.startswith("<tool_call>")
-            if span["what"] == "tool_result" and span["end"] > span["start"]:
+            if span.what == "tool_result":
                 assert text.startswith("The tool call was not made")
         for before, after in itertools.pairwise(policy):
-            between = words.decode(ids[before["end"] : after["start"]])
+            between = words.decode(ids[before.end : after.start])
             assert between.startswith("\n<|im_start|>tool\nThe tool call") and between.endswith("assistant\n")
     assert several and sum(found.values()) >= several and "ok" not in found

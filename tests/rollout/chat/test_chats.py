@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.chat.choose import make_chat
@@ -181,33 +181,37 @@ PIECES = st.one_of(
                 '{"name": "add", "arguments": {"a":  "2"}}',
                 '{"name": "nil", "arguments": []}',
             ),
-            *("<think>", "</think>", "\n", "  ", "{", '"', "\\", "<tool_response>", "é中", "�", "[[[[", "\x00"),
+            *("<think>", "</think>", "\n", "  ", "{", '"', "\\", "<tool_response>", "é中", "�", "<|im_end|>", "\x00"),
         ]
     ),
     st.text(max_size=5),
 )
 
 
+@settings(max_examples=60)
 @given(st.lists(PIECES, max_size=12), st.booleans(), st.sampled_from(["template", "auto"]), st.integers(0, 3))
 def test_sampled_ids_stay_bit_for_bit(pieces: list[str], ended: bool, how: str, dropped: int) -> None:
     """Whatever a model samples, cut inside of a character too: it is parsed without an error, stays at its place, and
-    what follows depends on its end alone."""
+    the same tokens follow it."""
     found = chat("qwen3", how)
     prompt = found.render([USER], [TOOL])
-    ids = ids_of("qwen3", "".join(pieces).replace("<|im_", "<|"))
-    ids = ids[: len(ids) - dropped] + ids_of("qwen3", "<|im_end|>") * ended
+    ids = ids_of("qwen3", "".join(pieces))
+    end = ids_of("qwen3", "<|im_end|>")
+    ids = ids[: len(ids) - dropped] + end * ended
     turn = found.parse(prompt, list(ids), [TOOL])
     for call in turn.calls:
         assert call.tokens is None or 0 <= call.tokens[0] <= call.tokens[1] <= len(ids)
         assert (call.arguments is None) or json.dumps(call.arguments)
     added = found.bridge(prompt, ids, RESULTS, [TOOL])
-    if added is None:  # an open thought that an end mark closes: the library does not go on after it
+    if added is None:  # an open thought that an end mark closes, or another end mark inside: the library does not go on
         assert how == "auto"
         return
-    want = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response>"
-    assert want in text_of("qwen3", added.token_ids)
-    if ended:
-        assert text_of("qwen3", added.token_ids).startswith(want)
+    plain = chat("qwen3").bridge(prompt, end, RESULTS, [TOOL])
+    assert plain is not None
+    if ids[-1:] == end:
+        assert added.token_ids == plain.token_ids
+    else:
+        assert added.token_ids[-len(plain.token_ids) - 1 :] == (*end, *plain.token_ids)
 
 
 @pytest.mark.parametrize("name", NAMES)

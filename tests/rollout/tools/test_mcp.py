@@ -84,6 +84,7 @@ def test_tools_are_listed_and_called(tmp_path: Path) -> None:
     assert left(notes) == []
 
 
+@pytest.mark.long(beside="tests/rollout/tools/test_tool_environment.py")
 def test_an_episode_has_its_own_session(tmp_path: Path) -> None:
     """It begins with the first call, and ends with the episode."""
     notes = tmp_path / "notes"

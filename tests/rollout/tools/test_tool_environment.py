@@ -27,8 +27,10 @@ from tests.support.refusals import refuses
 HERE = Path(__file__)
 TOOLS = ToolConfig(functions=(f"{HERE}:add", f"{HERE}:divide"))
 CONFIG = RolloutConfig(tools=TOOLS, max_turns=4, max_new_tokens=200, max_episode_tokens=2000)
-PARAMS = SamplingParams(max_new_tokens=200, sampling_seed=5)
 END = "<|im_end|>"
+PARAMS = SamplingParams(
+    max_new_tokens=200, sampling_seed=5, stop_token_ids=(tokenizer("qwen3").convert_tokens_to_ids(END),)
+)
 
 
 def add(a: int, b: int) -> int:
@@ -123,7 +125,7 @@ def test_a_policy_calls_tools_until_it_answers(renderer: str | None) -> None:
     assert torch.equal(a.token_ids, b.token_ids) and a.finish is Finish.STOP and a.reward is None
     sampled = str(tokenizer("qwen3").decode(a.token_ids[a.loss_mask].tolist()))
     assert sampled == "".join(LINES)
-    first, second = engine.fed[::2]
+    first, second = dict.fromkeys(engine.fed)
     assert first == ("\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     assert second.count("<tool_response>") == 5
     for word in ("required", "'sub'", "add, divide", "ZeroDivisionError", "JSON", "\n0.5\n"):
