@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from miles_like.section import Section
 from miles_like.variables import read_variables
-from rollout.tool_config import ToolConfig
+from rollout.tool_config import AgentConfig, ToolConfig
 
 # the attention backends of SGLang 0.5.23 for NVIDIA GPUs that have deterministic kernels
 DETERMINISTIC_ATTENTION = ("fa3", "fa4", "flashinfer", "triton")
@@ -185,6 +185,7 @@ class RolloutConfig(Section):
     # seconds from the end of its first turn after which an episode is discarded; None: no limit
     episode_timeout_s: float | None = Field(None, gt=0)
     tools: ToolConfig = ToolConfig()
+    agent: AgentConfig = AgentConfig()
     embedded: EmbeddedFlags = EmbeddedFlags()
     sglang: SGLangFlags = SGLangFlags()
     vllm: VLLMFlags = VLLMFlags()
@@ -205,7 +206,7 @@ class RolloutConfig(Section):
     @property
     def has_episode_runner(self) -> bool:
         """Whether an environment or a generate function makes the samples. It may also set their rewards."""
-        return bool(self.turns_with or self.generate)
+        return bool(self.turns_with or self.generate or self.agent.given)
 
     @property
     def turns_with(self) -> str | None:
@@ -304,16 +305,23 @@ class RolloutConfig(Section):
                 f"{self.turns_with} and rollout.generate = {self.generate!r}: a generate function runs its own turns; "
                 "remove one of the two"
             )
-        if self.renderer is not None and not self.turns_with:
+        if self.agent.given and (
+            other := self.turns_with or (self.generate and f"rollout.generate = {self.generate!r}")
+        ):
+            raise ValueError(f"rollout.agent and {other}: an agent plays its own turns; remove one of the two")
+        if self.agent.given and self.max_episode_tokens is None:
+            raise ValueError("rollout.agent needs rollout.max_episode_tokens: set it")
+        if self.renderer is not None and not (self.turns_with or self.agent.given):
             raise ValueError(
-                f"rollout.renderer = {self.renderer!r} has no effect without rollout.environment or rollout.tools: "
-                "remove it"
+                f"rollout.renderer = {self.renderer!r} has no effect without rollout.environment, rollout.tools or "
+                "rollout.agent: remove it"
             )
         limits = {"max_turns": self.max_turns, "max_episode_tokens": self.max_episode_tokens}
         for key, value in limits.items():
             if self.turns_with and value is None:
                 raise ValueError(f"{self.turns_with} needs rollout.{key}: set it")
-            if value is not None and not (self.turns_with or (self.generate and key == "max_episode_tokens")):
+            runs_itself = self.generate or self.agent.given
+            if value is not None and not (self.turns_with or (runs_itself and key == "max_episode_tokens")):
                 raise ValueError(
                     f"rollout.{key} = {value} has no effect without rollout.environment or rollout.tools: remove it"
                 )

@@ -1,4 +1,4 @@
-"""The configuration of tools. Torch-free."""
+"""The configuration of tools and of agents. Torch-free."""
 
 from __future__ import annotations
 
@@ -53,3 +53,34 @@ class ToolConfig(Section):
     @property
     def given(self) -> bool:
         return bool(self.functions or self.mcp_servers)
+
+
+class AgentConfig(Section):
+    """An agent that plays the episodes by its own loop, over an endpoint that records what the policy answers."""
+
+    # import path (docs/extending.md) of a coroutine function, called with (prompt, *, base_url, api_key, seed), which
+    # returns the reward, or None
+    function: str | None = None
+    # a program and its arguments, started for each episode. "{prompt}" in an argument is the prompt's last message; its
+    # standard input is the prompt as JSON
+    command: tuple[str, ...] = ()
+    env: dict[str, str] = Field({})  # environment variables of `command`, beside those of the endpoint
+    timeout_s: float = Field(600.0, gt=0)  # time limit of an episode, which is discarded then
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def variables_can_be_set(cls, given: Any) -> Any:
+        return read_variables("rollout.agent.env", given)
+
+    @property
+    def given(self) -> bool:
+        return self.function is not None or bool(self.command)
+
+    @model_validator(mode="after")
+    def it_is_one_agent(self) -> AgentConfig:
+        if self.function is not None and self.command:
+            raise ValueError(
+                f"rollout.agent.function = {self.function!r} and rollout.agent.command = {list(self.command)}: remove "
+                "one of the two"
+            )
+        return self

@@ -63,6 +63,8 @@ RULES = {
     "rollout.prompts": "miles_like.section miles_like.types",
     # messages as token ids; the engine's /v1 and the episodes of a run share it
     "rollout.chat": "miles_like.types",
+    # OpenAI's API: the engine's /v1 and the recorder have the same bodies
+    "rollout.openai": "miles_like.types rollout.wire",
     "rollout.tools": "miles_like.limits miles_like.plugins miles_like.types miles_like.variables rollout.chat"
     " rollout.tool_config",
     "rollout.sglang": f"{CONTRACTS} quant routing_replay rollout.config rollout.concurrency rollout.seeds"
@@ -76,8 +78,10 @@ RULES = {
     " rollout.wire",
     "rollout.publish.reshard": f"{CONTRACTS} quant rollout.server_key rollout.sglang rollout.wire rollout.publish",
     "rollout.publish.sources": f"{CONTRACTS} quant.registry rollout.publish rollout.sglang",
+    # an endpoint that agents ask, and what they were answered
+    "rollout.recorder": f"{CONTRACTS} rollout.chat rollout.openai rollout.seeds",
     "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds rollout.chat"
-    " rollout.tools",
+    " rollout.recorder rollout.tool_config rollout.tools",
     "rollout.embedded.families": "",
     "rollout.embedded.device": "rollout.embedded.families",
     "rollout.embedded.cache": "rollout.embedded.device rollout.embedded.families",
@@ -90,9 +94,9 @@ RULES = {
     "rollout.embedded.ranks": "miles_like.hf quant rollout.embedded.cache rollout.embedded.model"
     " rollout.embedded.updates rollout.wire",
     "rollout.embedded.openai": "miles_like.hf miles_like.limits miles_like.types rollout.chat rollout.embedded.engine"
-    " rollout.wire",
-    "rollout.embedded.server": f"{CONTRACTS} quant.hf_config rollout.config rollout.server_key rollout.wire"
-    " rollout.embedded",
+    " rollout.openai rollout.wire",
+    "rollout.embedded.server": f"{CONTRACTS} quant.hf_config rollout.config rollout.openai rollout.server_key"
+    " rollout.wire rollout.embedded",
     # megatron_bridge
     "megatron_bridge.config": "quant.spec miles_like.section",
     "megatron_bridge.families": "",

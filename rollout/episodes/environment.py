@@ -32,10 +32,10 @@ from miles_like.types import (
     Span,
     Unscored,
 )
+from rollout.chat.messages import outcomes
 from rollout.concurrency import all_or_first_error
 from rollout.episodes.environment_calls import EnvironmentCalls, reason_of
 from rollout.episodes.groups import with_outcomes
-from rollout.episodes.messages import outcomes
 from rollout.episodes.resuming import EngineWrapper
 from rollout.seeds import seed_of
 

@@ -8,10 +8,13 @@ from typing import Protocol
 
 from miles_like.plugins import load
 from miles_like.protocols import GenerateFn, MakeEnvironment, RolloutEngine
+from rollout.chat.messages import Messages
+from rollout.chat.turns import Chat
 from rollout.config import RolloutConfig
+from rollout.episodes.agents import AgentEpisodes, AgentFn, load_agent
 from rollout.episodes.custom_generate import CustomGenerate
 from rollout.episodes.environment import EpisodeLimits, Episodes
-from rollout.episodes.messages import ChatEngine, Messages, make_messages
+from rollout.episodes.messages import ChatEngine, make_messages
 from rollout.episodes.resuming import RESUMES, ResumingEngine
 from rollout.prompts.source import Tokenizer
 from rollout.tools.environment import MakeToolEnvironment
@@ -83,6 +86,21 @@ class GeneratedEpisodes:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedEpisodes:
+    """Episodes that an agent plays (rollout.agent). max_tokens: after the prompt. timeout_s: of an episode."""
+
+    agent: AgentFn
+    chat: Chat
+    max_tokens: int
+    timeout_s: float
+    resumes: int = RESUMES
+
+    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
+        turns = ChatEngine(ResumingEngine(engine, self.resumes), self.chat.stop_token_ids, None)
+        return AgentEpisodes(turns, self.agent, self.chat, max_tokens=self.max_tokens, timeout_s=self.timeout_s)
+
+
 def make_episode_runner(
     config: RolloutConfig, tokenizer: Tokenizer, *, resumes: int = RESUMES, timed: bool = True
 ) -> EpisodeRunner:
@@ -111,6 +129,16 @@ def make_episode_runner(
             timed=timed,
             messages=messages,
             tools=tools,
+        )
+    if config.agent.given:
+        chat = make_messages(config, tokenizer)
+        assert chat is not None, "an agent talks by messages"
+        return RecordedEpisodes(
+            agent=load_agent(config.agent),
+            chat=chat.chat,
+            max_tokens=config.longest_answer,
+            timeout_s=config.agent.timeout_s,
+            resumes=resumes,
         )
     if config.generate is not None:
         function: GenerateFn = load(config.generate, GenerateFn, key="rollout.generate")
