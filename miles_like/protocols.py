@@ -304,9 +304,10 @@ class GenerateFn(Protocol):
 
     async def __call__(
         self, engine: RolloutEngine, prompt: Prompt, *, n: int, params: SamplingParams
-    ) -> Sequence[Sample]:
-        """`n` samples of index 0 .. n-1, made by calls of `engine`, none of them aborted. A sample with a reward is not
-        scored again."""
+    ) -> Sequence[Sample | Sequence[Sample]]:
+        """`n` samples of index 0 .. n-1, made by calls of `engine`, none of them aborted, or in place of a sample the
+        rows of an episode, of one index and one reward: each sampled token is under loss in one row. A sample with a
+        reward is not scored again; of rows the last one is scored. EnvironmentLost discards all `n`."""
 
 
 class GroupFilter(Protocol):
@@ -332,6 +333,13 @@ class RewardLog(Protocol):
 
     def metrics(self) -> Mapping[str, float]:
         """Since the last call."""
+
+
+class EpisodeLog(Protocol):
+    """Counts episodes that were in flight when the run was saved (miles_like.report.reward_calls)."""
+
+    def replay(self, *, anew: bool) -> None:
+        """Its environment was told its turns again; anew: one answer was another, from which it is played anew."""
 
 
 class MetricSink(Protocol):

@@ -172,10 +172,11 @@ TEACHER_CANDIDATES = "teacher_candidates"  # stream [S, C]: the teacher's log-pr
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One response to a prompt. All streams cover S tokens, prompt first; prompt tokens are masked."""
+    """One response to a prompt, or a row of several of one episode. All streams cover S tokens, prompt first; prompt
+    tokens are masked."""
 
     prompt_id: str
-    index: int  # 0..G-1 within its group
+    index: int  # 0..G-1 within its group; the rows of an episode have the same
     token_ids: Tensor  # [S] int64
     loss_mask: Tensor  # [S] bool: True where the policy sampled the token
     logprobs: Tensor  # [S] fp32: rollout log p(token i | tokens < i), natural log; 0 where not loss_mask
@@ -188,6 +189,7 @@ class Sample:
     streams: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [S] or [S, C] fp32: other models' values
     candidates: Tensor | None = None  # [S, C] int64: further tokens at each position, whose log-probs a loss needs
     spans: tuple[Span, ...] = ()  # of an episode, by start; of equal starts the longer first
+    row: int = 0  # within its episode, from 0
 
     def __post_init__(self) -> None:
         s = self.token_ids.shape[0]  # len() of a tensor is slow, and a step makes hundreds of samples
@@ -207,8 +209,13 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """The sample's name in messages and micro-batches."""
-        return f"{self.prompt_id}/{self.index}"
+        """The sample's name in messages and micro-batches: "prompt_id/index", of further rows "prompt_id/index.row"."""
+        return f"{self.prompt_id}/{self.index}.{self.row}" if self.row else f"{self.prompt_id}/{self.index}"
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """What it is known by in its group."""
+        return self.index, self.row
 
     @property
     def length(self) -> int:
@@ -231,11 +238,24 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleGroup:
-    """All samples of one prompt: the unit of advantages and of the buffer."""
+    """All samples of one prompt: the unit of advantages and of the buffer. Rows of an episode have one reward."""
 
     prompt: Prompt
-    samples: tuple[Sample, ...]  # [G], fewer if some were discarded
-    discarded: Mapping[str, int] = field(default_factory=dict)  # reason -> number of discarded samples
+    samples: tuple[Sample, ...]  # [G], fewer if some were discarded; rows of an episode are adjacent, in their order
+    discarded: Mapping[str, int] = field(default_factory=dict)  # reason -> number of discarded episodes
+
+    @property
+    def episodes(self) -> tuple[Sample, ...]:
+        """The first row of each episode."""
+        return tuple(s for s in self.samples if not s.row)
+
+    @property
+    def rows(self) -> list[tuple[Sample, ...]]:
+        """Of each of `episodes`."""
+        of: dict[int, list[Sample]] = {}
+        for s in self.samples:
+            of.setdefault(s.index, []).append(s)
+        return [tuple(rows) for rows in of.values()]
 
     @property
     def oldest_version(self) -> int:
@@ -244,13 +264,11 @@ class SampleGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """[G]; raises ValueError for a sample without a reward."""
-        out = []
+        """Of each of `episodes`; raises ValueError for a sample without a reward."""
         for s in self.samples:
             if s.reward is None:
                 raise ValueError(f"sample {s.name} has no reward")
-            out.append(s.reward)
-        return out
+        return [s.reward for s in self.episodes if s.reward is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -261,7 +279,7 @@ class MicroBatch:
     carries its own names.
     """
 
-    samples: tuple[str, ...]  # [N] unique names, "prompt_id/index"; "" for the padding token of an empty cell
+    samples: tuple[str, ...]  # [N] unique names, those of the samples; "" for the padding token of an empty cell
     tokens: Tensor  # [T] int64, inputs
     labels: Tensor  # [T] int64, the token after each input
     positions: Tensor  # [T] int64, from 0 in each sample

@@ -206,7 +206,12 @@ class RolloutConfig(Section):
     @property
     def has_episode_runner(self) -> bool:
         """Whether an environment or a generate function makes the samples. It may also set their rewards."""
-        return bool(self.turns_with or self.generate or self.agent.given)
+        return bool(self.turns_with or self.plays_itself)
+
+    @property
+    def plays_itself(self) -> bool:
+        """Whether a function or an agent makes the samples by its own calls, so that none goes on after a resume."""
+        return bool(self.generate or self.agent.given)
 
     @property
     def turns_with(self) -> str | None:
@@ -214,6 +219,11 @@ class RolloutConfig(Section):
         if self.environment is not None:
             return f"rollout.environment = {self.environment!r}"
         return "rollout.tools" if self.tools.given else None
+
+    @property
+    def episode_key(self) -> str:
+        """The key of what makes the samples."""
+        return (self.turns_with or ("rollout.agent" if self.agent.given else "rollout.generate")).split(" ")[0]
 
     @property
     def turns(self) -> int:
@@ -320,8 +330,7 @@ class RolloutConfig(Section):
         for key, value in limits.items():
             if self.turns_with and value is None:
                 raise ValueError(f"{self.turns_with} needs rollout.{key}: set it")
-            runs_itself = self.generate or self.agent.given
-            if value is not None and not (self.turns_with or (runs_itself and key == "max_episode_tokens")):
+            if value is not None and not (self.turns_with or (self.plays_itself and key == "max_episode_tokens")):
                 raise ValueError(
                     f"rollout.{key} = {value} has no effect without rollout.environment or rollout.tools: remove it"
                 )

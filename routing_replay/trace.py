@@ -169,6 +169,17 @@ class RoutingTrace:
             versions=None,
         )
 
+    def head(self, rows: int) -> RoutingTrace:
+        """The first rows of a sample, as a whole sample of its own."""
+        first = self.map_rows(lambda x: x[:rows])
+        sums = layer_terms(self.layers) + layer_sums(first.experts, first.weights)
+        spans = None if self.versions is None else [VersionSpan(v, a, min(b, rows)) for v, a, b in self.versions]
+        return replace(
+            first,
+            layer_checksums=None if self.layer_checksums is None else sums,
+            versions=None if spans is None else tuple(s for s in spans if s.start < s.end),
+        )
+
     def append(self, more: RoutingTrace, start: int) -> RoutingTrace:
         """Appends the rows of a continued sample: `more`, whose first row is at position `start`.
 

@@ -32,14 +32,15 @@ class OverlongShaping:
     def shape(self, group: SampleGroup) -> SampleGroup:
         """The group with reduced rewards; the difference is in `reward_parts["overlong"]`. Raises ValueError for a
         sample without a reward."""
-        scored = zip(group.samples, group.rewards, strict=True)
-        return replace(group, samples=tuple(self._shaped(group.prompt, s, r) for s, r in scored))
+        scored = zip(group.rows, group.rewards, strict=True)
+        return replace(group, samples=tuple(s for rows, r in scored for s in self._shaped(group.prompt, rows, r)))
 
-    def _shaped(self, prompt: Prompt, sample: Sample, reward: float) -> Sample:
-        n = sample.length - len(prompt.token_ids)
+    def _shaped(self, prompt: Prompt, rows: Sequence[Sample], reward: float) -> list[Sample]:
+        """Of an episode, by its longest row."""
+        n = max(s.length for s in rows) - len(prompt.token_ids)
         over = (n - (self.limit - self.buffer)) / self.buffer
         penalty = -self.factor * min(max(over, 0.0), 1.0)
-        return replace(sample, reward=reward + penalty, reward_parts={**sample.reward_parts, PART: penalty})
+        return [replace(s, reward=reward + penalty, reward_parts={**s.reward_parts, PART: penalty}) for s in rows]
 
 
 def mask_truncated(groups: Sequence[SampleGroup], *, steps: int = 1) -> list[SampleGroup]:

@@ -75,6 +75,7 @@ def pack(
         lengths=flat.lengths,
         counts=_loss_counts(flat),
         prompts=_prompts_of(groups),
+        episodes=_episodes_of(groups),
         versions=_versions_of(samples),
     )
     made = plan(of, how)
@@ -105,6 +106,7 @@ def plan_records(
         lengths=np.array([s.length for s in samples], dtype=np.int64),
         counts=np.array([s.response_len for s in samples], dtype=np.int64),
         prompts=_prompts_of(groups),
+        episodes=_episodes_of(groups),
         versions=versions,
     )
     made = plan(of, how)
@@ -128,6 +130,13 @@ def _prompts_of(groups: Sequence[SampleGroup]) -> Ints:
     """[samples]: the number of each sample's prompt."""
     out: Ints = np.repeat(np.arange(len(groups)), [len(g.samples) for g in groups])
     return out
+
+
+def _episodes_of(groups: Sequence[SampleGroup]) -> Ints:
+    """[samples]: the number of each sample's episode."""
+    numbers: dict[tuple[int, int], int] = {}
+    of = [numbers.setdefault((g, s.index), len(numbers)) for g, group in enumerate(groups) for s in group.samples]
+    return np.array(of, dtype=np.int64)
 
 
 def check_routes(samples: Sequence[Sample], *, replayed: bool) -> bool:
@@ -194,7 +203,7 @@ def check_advantages(groups: Sequence[SampleGroup], advantages: Sequence[Sequenc
 
 
 def names_of(samples: Sequence[Sample]) -> list[str]:
-    """Their unique names in a batch: "prompt_id/index", with "#2" after it for the second sample of that name (a prompt
+    """Their unique names in a batch: the samples' own, with "#2" after it for the second sample of a name (a prompt
     comes twice in a step where an epoch ends)."""
     seen: Counter[str] = Counter()
     out = []

@@ -34,6 +34,7 @@ class StepSamples:
     lengths: Ints  # [samples], tokens of each
     counts: Ints  # [samples], loss tokens of each
     prompts: Ints  # [samples], the number of each sample's prompt: 0, 1, ..., ascending
+    episodes: Ints  # [samples], the number of each sample's episode in the step: 0, 1, ...
     versions: tuple[int, int]  # oldest and newest weight version of their tokens
 
 
@@ -67,7 +68,7 @@ def plan(samples: StepSamples, how: PlanSettings) -> Plan:
     Raises ValueError for settings that are not positive, no loss token at all, and a sample, or a group with
     `together`, of more than `max_tokens` inputs.
     """
-    weights = sample_weights(samples.counts, samples.prompts, how.aggregation, how.constant)
+    weights = sample_weights(samples.counts, samples.prompts, samples.episodes, how.aggregation, how.constant)
     if how.dp_size < 1 or how.micro_multiple < 1:
         raise ValueError(f"dp_size {how.dp_size} and micro_multiple {how.micro_multiple} must be at least 1")
     counts, inputs = samples.counts, samples.lengths - 1

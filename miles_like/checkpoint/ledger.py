@@ -11,6 +11,9 @@ step one line with the totals since the run began (ledger_audit.py reads the fil
     {"step":2,"ticket":8,"prompt":"p8","trained":[0,1,3],"discarded":{"no reward within 60 s":1}}
     {"step":2,"tickets":12,"issued":48,"trained":31,"discarded":5,"in_flight":12}
 
+An episode of several rows is one sample; the line of its group has, by its index, how many rows were trained: "rows":
+{"1":3}.
+
 A run that goes back to an earlier step (docs/alerts.md) adds, before the totals of the step with which it does, a line
 with the samples that the steps since then had trained:
 
@@ -44,6 +47,7 @@ class _Closed(NamedTuple):
     step: int | None  # the step that trained it; None: all its samples were discarded
     trained: tuple[int, ...]  # indices, ascending
     discarded: dict[str, int]  # reason -> samples
+    rows: tuple[tuple[int, int], ...] = ()  # (index, rows) of episodes of several
 
 
 class Ledger:
@@ -102,10 +106,14 @@ class Ledger:
         prompts = {group.prompt.id, *(s.prompt_id for s in group.samples)}
         if prompts != {issued.prompt}:
             raise RuntimeError(f"{what} was returned with prompt {min(prompts - {issued.prompt})!r}")
-        indices = sorted(s.index for s in group.samples)
-        twice = [i for i, n in Counter(indices).items() if n > 1]
-        if twice:
-            raise RuntimeError(f"{what} was returned with sample {twice[0]} twice")
+        rows = {of[0].index: [s.row for s in of] for of in group.rows}
+        for i, found in sorted(rows.items()):
+            if twice := [row for row, n in Counter(found).items() if n > 1]:
+                which = f"row {twice[0]} of sample {i}" if twice[0] else f"sample {i}"
+                raise RuntimeError(f"{what} was returned with {which} twice")
+            if found != list(range(len(found))):
+                raise RuntimeError(f"{what} was returned with the rows {found} of sample {i}: some are lost")
+        indices = sorted(rows)
         unknown = [i for i in indices if not 0 <= i < issued.samples]
         if unknown:
             raise RuntimeError(
@@ -117,7 +125,8 @@ class Ledger:
                 f"{what} has {issued.samples} samples and was returned with {len(indices)} to train and "
                 f"{discarded_samples} discarded ({dict(group.discarded)})"
             )
-        self._close(_Closed(group_id, issued.prompt, step, tuple(indices), dict(group.discarded)))
+        several = tuple((i, len(found)) for i, found in sorted(rows.items()) if len(found) > 1)
+        self._close(_Closed(group_id, issued.prompt, step, tuple(indices), dict(group.discarded), several))
 
     def go_back(self, to: int) -> int:
         """All open groups, and all samples that were trained after step `to`, count as discarded for ROLLED_BACK.
@@ -170,6 +179,7 @@ class Ledger:
                 "prompt": c.prompt,
                 "trained": c.trained,
                 "discarded": dict(sorted(c.discarded.items())),
+                **({"rows": dict(c.rows)} if c.rows else {}),
             }
             for c in sorted(self._closed)
         ]

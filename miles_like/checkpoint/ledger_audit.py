@@ -84,7 +84,7 @@ class _Reader:
             raise ValueError(f"it is damaged ({e})") from None
         if not isinstance(row, dict):
             raise ValueError(f"it is a {type(row).__name__}, expected an object")
-        if row.keys() == _GROUP_KEYS:
+        if row.keys() - {"rows"} == _GROUP_KEYS:
             self._group(row)
         elif row.keys() == _BACK_KEYS and all(_is_count(v) for v in row.values()):
             self._back(row["step"], row["to"], row["rolled_back"])
@@ -109,6 +109,12 @@ class _Reader:
         if not (isinstance(discarded, dict) and all(_is_count(n) and n > 0 for n in discarded.values())):
             raise ValueError(
                 f"group {group_id} has discarded = {discarded!r}: expected a count of at least 1 for each reason"
+            )
+        rows = row.get("rows", {})
+        known = {str(i) for i in trained}
+        if not (isinstance(rows, dict) and set(rows) <= known and all(_is_count(n) and n > 1 for n in rows.values())):
+            raise ValueError(
+                f"group {group_id} has rows = {rows!r}: expected a count of at least 2 by the index of a trained sample"
             )
         samples = len(trained) + sum(discarded.values())
         if not samples or (trained and trained[-1] >= samples):

@@ -25,7 +25,8 @@ from routing_replay.versions import VersionSpan
 
 JSON = "json"
 _ON_DISK = {"checksums": "seals", "layer_checksums": "layer_seals"}  # fields of RoutingTrace with another name there
-_EMPTY = {"spans": ()}  # fields of Sample that the file has only where they have another value
+# fields of Sample that the file has only where they have another value
+_EMPTY: Mapping[str, object] = {"spans": (), "row": 0}
 ReadTensor = Callable[[tuple[str, int, Sequence[int]]], Tensor]  # (dtype, index of the first element, shape) -> tensor
 
 
@@ -134,6 +135,7 @@ def _sample(value: Mapping[str, Any], tensor: ReadTensor) -> Sample:
         streams={name: tensor(place) for name, place in value["streams"].items()},
         candidates=None if value["candidates"] is None else tensor(value["candidates"]),
         spans=tuple(Span(**span) for span in value.get("spans", ())),
+        row=value.get("row", 0),
     )
 
 

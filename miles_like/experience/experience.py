@@ -120,7 +120,7 @@ class Experience:
         found = await self.values.advantages(self.algorithm, groups)
         if self.shuffle_seed is None:
             return found
-        return shuffle_over_batch(found, seed=seed_of(self.shuffle_seed, f"shuffle {step}"))
+        return shuffle_over_batch(groups, found, seed=seed_of(self.shuffle_seed, f"shuffle {step}"))
 
     async def columns(self, step: int, groups: Sequence[SampleGroup], advantages: Advantages) -> list[list[Columns]]:
         """What is written of the samples' tokens (`token_columns`). Call it before the step is trained."""

@@ -27,7 +27,7 @@ class RolloutStats:
     def count(self, group: SampleGroup, reason: str | None) -> None:
         """Counts a sampled group. reason: why it is discarded; None: it is kept."""
         self.sampled += 1
-        self.samples += len(group.samples)
+        self.samples += len(group.episodes)
         self.discarded_samples += sum(group.discarded.values())
         self.tokens += sum(s.response_len for s in group.samples)
         self.rewards += [(group.prompt.id, tuple(group.rewards))] if group.samples else []

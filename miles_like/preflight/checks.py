@@ -276,7 +276,7 @@ class Preflight:
         yield run_check("algorithm.advantage and algorithm.loss", self._algorithm)
         yield run_check("algorithm.filter", self._filter)
         if c.rollout.has_episode_runner:
-            yield run_check((c.rollout.turns_with or "rollout.generate").split(" ")[0], self._episode)
+            yield run_check(c.rollout.episode_key, self._episode)
 
     def _algorithm(self) -> None:
         from miles_like.algorithms.distillation import with_teachers
@@ -309,11 +309,13 @@ class Preflight:
         from rollout.episodes.runner import make_episode_runner
 
         c = self.config.rollout
-        if self.tokenizer_dir is None and (c.tools.given or c.renderer is not None):
+        if self.tokenizer_dir is None and (c.tools.given or c.agent.given or c.renderer is not None):
             if c.tools.given:
                 self._prompting()
-            raise NotCheckedError("it was loaded, but the model's chat template is not fetched yet")
+            raise NotCheckedError("it was not called: the model's chat template is not fetched yet")
         make_episode_runner(c, self.tokenizer)
+        if c.agent.given:
+            raise NotCheckedError("it was loaded, but not called: an agent may take minutes, and act outside")
         self._trial().episode(self.config.rollout, self.tokenizer, self._row())
 
     # teachers

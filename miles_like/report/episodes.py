@@ -19,11 +19,12 @@ _NO_ERROR = ("", "ok")  # Span.status
 def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """`rollout/turns/...`, `rollout/tokens/...`, `rollout/tool/...` of episodes whose spans have tool calls, and
     `rollout/environment_s/...` where spans have seconds."""
-    samples = [s for g in groups for s in g.samples]
-    after = sum(s.length - len(g.prompt.token_ids) for g in groups for s in g.samples)
+    samples, rows = [s for g in groups for s in g.samples], [of for g in groups for of in g.rows]
+    after = sum(max((v.end for v in s.versions), default=0) for s in samples)  # the first loss token and those after it
     sampled = sum(s.response_len for s in samples)
-    turns, spans = [s.turns for s in samples], [span for s in samples for span in s.spans]
+    turns, spans = [sum(s.turns for s in of) for of in rows], [span for s in samples for span in s.spans]
     return {
+        **({"rollout/rows/mean": len(samples) / len(rows)} if len(samples) > len(rows) else {}),
         "rollout/turns/mean": statistics.fmean(turns),
         "rollout/turns/max": float(max(turns)),
         "rollout/tokens/policy": float(sampled),

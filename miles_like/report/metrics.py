@@ -27,6 +27,7 @@ def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str,
     Raises ValueError for no group, or a sample without reward.
     """
     samples = [s for g in groups for s in g.samples]
+    episodes, lengths = [s for g in groups for s in g.episodes], _lengths(groups)
     if not samples:
         raise ValueError(f"0 samples in {len(groups)} groups: nothing to measure")
     rewards = [g.rewards for g in groups]
@@ -36,14 +37,19 @@ def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str,
         "rollout/reward/mean": statistics.fmean(flat),
         "rollout/reward/std": statistics.pstdev(flat),
         "rollout/accuracy": statistics.fmean(r >= RIGHT for r in flat),
-        **{f"rollout/reward/{part}/mean": mean for part, mean in _part_means(samples).items()},
-        "rollout/len/mean": statistics.fmean(s.response_len for s in samples),
-        "rollout/empty_frac": statistics.fmean(s.response_len == 0 for s in samples),
+        **{f"rollout/reward/{part}/mean": mean for part, mean in _part_means(episodes).items()},
+        "rollout/len/mean": statistics.fmean(lengths),
+        "rollout/empty_frac": statistics.fmean(n == 0 for n in lengths),
         "rollout/truncated_frac": statistics.fmean(s.finish is Finish.LENGTH for s in samples),
         "rollout/zero_std_group_frac": statistics.fmean(len(set(r)) < 2 for r in rewards),
         "async/staleness/mean": statistics.fmean(staleness),
         "async/staleness/max": float(max(staleness)),
     }
+
+
+def _lengths(groups: Sequence[SampleGroup]) -> list[int]:
+    """Response tokens of each episode."""
+    return [sum(s.response_len for s in rows) for g in groups for rows in g.rows]
 
 
 def speed_metrics(
@@ -95,7 +101,7 @@ def eval_metrics(groups: Sequence[SampleGroup], *, name: str, k: int, right: flo
     any prompt is omitted. An answer is right at a reward of at least `right`. Raises ValueError for no group, or one of
     more than k samples.
     """
-    rewards = [[s.reward for s in g.samples if s.reward is not None] for g in groups]
+    rewards = [[s.reward for s in g.episodes if s.reward is not None] for g in groups]
     most = max((len(r) for r in rewards), default=None)
     if most is None or most > k:
         raise ValueError(
@@ -108,7 +114,7 @@ def eval_metrics(groups: Sequence[SampleGroup], *, name: str, k: int, right: flo
         counts = [(len(r), sum(x >= right for x in r)) for r in rewards if len(r) >= j]
         if counts:
             out[f"eval/{name}/pass@{j}"] = statistics.fmean(pass_at_k(n=n, correct=c, k=j) for n, c in counts)
-    scored = [s for g in groups for s in g.samples if s.reward is not None]
+    scored = [s for g in groups for s in g.episodes if s.reward is not None]
     return out | {f"eval/{name}/reward/{part}/mean": mean for part, mean in _part_means(scored).items()}
 
 
@@ -161,6 +167,7 @@ def brief(group: SampleGroup, sample: Sample) -> dict[str, object]:
     return {
         "prompt_id": group.prompt.id,
         "index": sample.index,
+        **({"row": sample.row} if sample.row else {}),
         "prompt": group.prompt.text,
         "response": None if isinstance(sample, SampleRecord) else sample.text,
         "answer": group.prompt.answer,

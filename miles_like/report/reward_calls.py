@@ -1,4 +1,4 @@
-"""What the calls of rewards take, which are tried again and which fail.
+"""What the calls of rewards take, which are tried again and which fail; and episodes that a resumed run replays.
 
 The figures depend on timing, so their keys begin with `perf/` (docs/metrics.md#operations).
 """
@@ -17,13 +17,15 @@ _MOST = 100_000  # latencies that are kept between two rows
 
 @dataclass(slots=True, kw_only=True)
 class RewardTally:
-    """Counts the calls of rewards in one process: a `RewardLog` (miles_like.protocols)."""
+    """Counts the calls of rewards in one process: a `RewardLog`, and an `EpisodeLog` (miles_like.protocols)."""
 
     waiting: int = 0  # samples whose score is being computed
     latencies: list[float] = field(default_factory=list)  # s, of each sample that was scored or not, since `take`
     retried: Counter[str] = field(default_factory=Counter)  # cause -> samples whose reward was called again
     failed: Counter[str] = field(default_factory=Counter)  # cause -> samples that have no score
     tokens: int = 0  # of judges, as their servers report them
+    replayed: int = 0  # episodes that were in flight when the run was saved, and went on
+    begun_anew: int = 0  # those of which an answer was another one then
 
     def begin(self, samples: int) -> None:
         self.waiting += samples
@@ -41,10 +43,15 @@ class RewardTally:
     def spend(self, tokens: int) -> None:
         self.tokens += tokens
 
+    def replay(self, *, anew: bool) -> None:
+        self.replayed += not anew
+        self.begun_anew += anew
+
     def take(self) -> RewardTally:
         """What was counted since the last call; `waiting` stays."""
         taken = replace(self)
-        self.latencies, self.retried, self.failed, self.tokens = [], Counter(), Counter(), 0
+        self.latencies, self.retried, self.failed = [], Counter(), Counter()
+        self.tokens = self.replayed = self.begun_anew = 0
         return taken
 
     def add(self, other: RewardTally) -> None:
@@ -53,6 +60,8 @@ class RewardTally:
         self.retried += other.retried
         self.failed += other.failed
         self.tokens += other.tokens
+        self.replayed += other.replayed
+        self.begun_anew += other.begun_anew
 
     def metrics(self) -> dict[str, float]:
         """`perf/reward/...`, `perf/retries/...`, `perf/failures/...` since the last call, and `perf/queue/scoring`."""
@@ -61,9 +70,15 @@ class RewardTally:
             **_percentiles(taken.latencies),
             "perf/queue/scoring": float(taken.waiting),
             **({"perf/reward/judge_tokens": float(taken.tokens)} if taken.tokens else {}),
+            **_replays(taken),
             **{f"perf/retries/reward_{cause}": float(taken.retried[cause]) for cause in CAUSES},
             **{f"perf/failures/reward_{cause}": float(taken.failed[cause]) for cause in CAUSES},
         }
+
+
+def _replays(taken: RewardTally) -> dict[str, float]:
+    found = {"perf/episodes/replayed": taken.replayed, "perf/episodes/begun_anew": taken.begun_anew}
+    return {key: float(n) for key, n in found.items()} if any(found.values()) else {}
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:

@@ -201,9 +201,9 @@ class TrainingRun(RunWithServers):
             closing.push_async_callback(self._end_ranks)
             clients = [self.rollout.client(url) for url in urls]
             pool = EnginePool(clients, serving)
-            # the state of an episode and of a user's generate function is not saved: they begin again after a resume
-            unfinished = PartialRollouts(pool, keep_groups=not c.rollout.has_episode_runner)
-            engine = answering(self.runner, unfinished, self.algorithm)
+            # the state of a user's generate function is not saved: it begins again after a resume
+            unfinished = PartialRollouts(pool, keep_groups=not c.rollout.plays_itself)
+            engine = answering(self.runner, unfinished, self.algorithm, self.prompts.calls)
             closing.push_async_callback(engine.close)
             if (workers := await self.workers()) is not None:
                 closing.push_async_callback(workers.close)

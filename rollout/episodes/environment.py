@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from miles_like.protocols import Environment, MakeEnvironment, RolloutEngine
+from miles_like.protocols import Environment, EpisodeLog, MakeEnvironment
 from miles_like.types import (
     ENVIRONMENT,
     POLICY,
@@ -36,7 +36,8 @@ from rollout.chat.messages import outcomes
 from rollout.concurrency import all_or_first_error
 from rollout.episodes.environment_calls import EnvironmentCalls, reason_of
 from rollout.episodes.groups import with_outcomes
-from rollout.episodes.resuming import EngineWrapper
+from rollout.episodes.replay import KeptEpisode
+from rollout.episodes.resuming import EngineWrapper, ResumingEngine
 from rollout.seeds import seed_of
 
 TIMEOUT = "episode timeout"  # reason of a discarded episode
@@ -71,15 +72,18 @@ class ChatFormat(Protocol):
 class Episodes(EngineWrapper):
     """A RolloutEngine whose samples are whole episodes.
 
-    engine: returns no aborted samples (`ResumingEngine`). encode: an environment's text -> token ids. decode: a turn's
-    tokens -> text. chat: None where no environment answers by messages. clock: seconds, for the spans. Each episode has
-    a separate environment, made with a seed derived from the sampling seed, the prompt and the sample's index. If that
-    is the environment's only source of randomness, episodes are independent.
+    encode: an environment's text -> token ids. decode: a turn's tokens -> text. chat: None where no environment answers
+    by messages. clock: seconds, for the spans. log: counts what is replayed. Each episode has a separate environment,
+    made with a seed derived from the sampling seed, the prompt and the sample's index. If that is the environment's
+    only source of randomness, episodes are independent.
+
+    A sample that the engine returns with spans comes from a checkpoint: a new environment is told its turns again, and
+    the episode goes on where it was, or from the first answer that is another one.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: ResumingEngine,
         make: MakeEnvironment,
         limits: EpisodeLimits,
         *,
@@ -87,8 +91,10 @@ class Episodes(EngineWrapper):
         decode: Callable[[Sequence[int]], str],
         chat: ChatFormat | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        log: EpisodeLog | None = None,
     ) -> None:
         super().__init__(engine)
+        self._resuming, self._log = engine, log
         self._limits = limits
         self._calls = EnvironmentCalls(make, call_s=limits.call_s, environment_s=limits.environment_s)
         self._encode, self._decode, self._chat, self._clock = encode, decode, chat, clock
@@ -125,24 +131,44 @@ class Episodes(EngineWrapper):
     async def _play(
         self, environment: Environment, prompt: Prompt, sample: Sample, params: SamplingParams, seconds: float
     ) -> Sample:
-        start = len(prompt.token_ids)
+        start, kept = len(prompt.token_ids), KeptEpisode.of(sample)
         for turn in range(1, self._limits.max_turns + 1):
-            sample = self._with_turn(sample, start, seconds)
+            sample = self._with_turn(sample, start, seconds) if kept is None else kept.after(turn, self._decode)
             if sample.finish is not Finish.STOP:
                 return _rewarded(sample)  # the turn was cut off at the token limit
             began = self._clock()
             answer = await self._calls.answer(environment, sample, self._decode(sample.token_ids[start:].tolist()))
             seconds = self._clock() - began
             tokens, inner = ((), ()) if answer.ends else self._tokens(sample, answer)
+            if kept is not None and not kept.repeats(turn, answer, tokens):
+                kept = None
+                self._count(anew=True)
             used = sample.length + len(tokens) - len(prompt.token_ids)
             if answer.ends or turn == self._limits.max_turns or used >= self._limits.max_tokens:
                 sample = _answered(sample, answer, 0, seconds)
                 return _rewarded(sample if answer.ends else dataclasses.replace(sample, finish=Finish.LENGTH))
             sample, start = _answered(sample, answer, len(tokens), seconds, inner), sample.length + len(tokens)
-            began = self._clock()
-            sample = await self._engine.continue_sample(sample, tokens, params=self._turn_params(params, used))
+            if kept is not None and turn < len(kept.turns):
+                continue
+            began, limited = self._clock(), self._turn_params(params, used)
+            if kept is None:
+                sample = await self._engine.continue_sample(sample, tokens, params=limited)
+            else:
+                sample, kept = await self._resumed(kept.sample, start, tokens, limited), None
+                self._count(anew=False)
             seconds = self._clock() - began
         raise AssertionError("the last turn returns")
+
+    async def _resumed(self, kept: Sample, start: int, tokens: Sequence[int], params: SamplingParams) -> Sample:
+        """`kept` with its turn from `start` on, which follows the environment's `tokens`."""
+        if kept.length < start:
+            return await self._engine.continue_sample(kept, tokens, params=params)
+        before = int(kept.loss_mask[:start].sum())
+        return await self._resuming.resume(kept, params, sampled_before=before, environment=tokens)
+
+    def _count(self, *, anew: bool) -> None:
+        if self._log is not None:
+            self._log.replay(anew=anew)
 
     def _turn_params(self, params: SamplingParams, used: int) -> SamplingParams:
         """`params` with the token limit of a turn that follows `used` tokens of the episode."""

@@ -10,12 +10,13 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from miles_like.limits.user_errors import raised, shown
 from miles_like.protocols import Environment, MakeEnvironment
 from miles_like.types import EnvironmentLost, Observation, Prompt, Sample
-from rollout.episodes.time_limits import CallTimeoutError, TimeLimitedCalls
+from rollout.episodes.time_limits import TimeLimitedCalls
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +30,9 @@ class EnvironmentCalls:
 
     def __init__(self, make: MakeEnvironment, *, call_s: float, environment_s: float | None = None) -> None:
         self._make = make
-        self._discards = environment_s is not None
-        self._calls = TimeLimitedCalls(call_s if environment_s is None else environment_s)
+        self._calls = TimeLimitedCalls(call_s)
+        if environment_s is not None:
+            self._calls = TimeLimitedCalls(environment_s, over=partial(EnvironmentLost, TIMEOUT))
 
     async def make(self, prompt: Prompt, *, seed: int) -> Environment:
         """Raises EnvironmentLost, and RuntimeError naming the prompt. An environment that a thread creates after its
@@ -38,16 +40,18 @@ class EnvironmentCalls:
         try:
             made: Environment = await self._calls.call(self._make, prompt, seed=seed, late=_close_late)
             return made
+        except EnvironmentLost:
+            raise
         except Exception as e:  # user code may raise anything
-            self._check_lost(e)
             raise RuntimeError(f"cannot create the environment of prompt {prompt.id!r}: {raised(e)}") from e
 
     async def answer(self, environment: Environment, sample: Sample, turn: str) -> Observation:
         """Raises EnvironmentLost, and RuntimeError naming the sample."""
         try:
             answer = await self._calls.call(environment, sample, turn)
+        except EnvironmentLost:
+            raise
         except Exception as e:  # user code may raise anything
-            self._check_lost(e)
             raise RuntimeError(
                 f"the environment of sample {sample.name} failed: {raised(e)}; the policy's turn was {turn[:200]!r}"
             ) from e
@@ -75,13 +79,6 @@ class EnvironmentCalls:
             await self._calls.call(close)
         except Exception as e:  # user code may raise anything
             _log.warning("the environment of sample %s was not closed: %s", name, raised(e))
-
-    def _check_lost(self, error: Exception) -> None:
-        """Raises EnvironmentLost where `error` costs the episode alone."""
-        if isinstance(error, CallTimeoutError) and self._discards:
-            raise EnvironmentLost(TIMEOUT) from error
-        if isinstance(error, EnvironmentLost):
-            raise error
 
 
 def reason_of(lost: EnvironmentLost) -> str:

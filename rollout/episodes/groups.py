@@ -107,15 +107,16 @@ async def run_groups(
 
 
 async def _scored_groups(reward: RewardFn, groups: Sequence[SampleGroup], resume: _Resume) -> list[SampleGroup]:
-    """Resume and score all samples, in calls of the unit that the reward function needs."""
-    calls = [[(g.prompt, s) for s in g.samples] for g in groups]
+    """Resume and score all samples, in calls of the unit that the reward function needs. Of an episode of several rows
+    the last one is scored."""
+    calls = [[(g.prompt, rows[-1]) for rows in g.rows] for g in groups]
     if reward.unit is Unit.SAMPLE:
         calls = [[pair] for pairs in calls for pair in pairs]
     elif reward.unit is Unit.BATCH:
         calls = [[pair for pairs in calls for pair in pairs]]
     done = await all_or_first_error(_scored(reward, pairs, resume) for pairs in calls)
     outcomes = iter([outcome for call in done for outcome in call])
-    return [with_outcomes(g, [next(outcomes) for _ in g.samples]) for g in groups]
+    return [with_outcomes(g, [next(outcomes) for _ in g.episodes]) for g in groups]
 
 
 async def _scored(reward: RewardFn, pairs: Sequence[tuple[Prompt, Sample]], resume: _Resume) -> list[Sample | Unscored]:
@@ -139,7 +140,11 @@ async def _scored(reward: RewardFn, pairs: Sequence[tuple[Prompt, Sample]], resu
 
 
 def with_outcomes(group: SampleGroup, outcomes: Sequence[Sample | Unscored]) -> SampleGroup:
-    """The group with what has become of its samples: those that are lost are counted by reason."""
-    reasons = Counter(o.reason for o in outcomes if isinstance(o, Unscored))
-    kept = tuple(s for s in outcomes if isinstance(s, Sample))
-    return dataclasses.replace(group, samples=kept, discarded=dict(Counter(group.discarded) + reasons))
+    """The group with what has become of its episodes, of each its last row: the rows before it get the same reward.
+    Episodes that are lost are counted by reason."""
+    reasons, kept = Counter(o.reason for o in outcomes if isinstance(o, Unscored)), list[Sample]()
+    for rows, last in zip(group.rows, outcomes, strict=True):
+        if isinstance(last, Sample):
+            scored = {"reward": last.reward, "reward_parts": last.reward_parts}
+            kept += [*(dataclasses.replace(s, **scored) for s in rows[:-1]), last]
+    return dataclasses.replace(group, samples=tuple(kept), discarded=dict(Counter(group.discarded) + reasons))

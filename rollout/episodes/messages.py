@@ -13,32 +13,42 @@ from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
 from rollout.chat.choose import AUTO, make_chat
 from rollout.chat.messages import Messages
 from rollout.config import RolloutConfig
-from rollout.episodes.resuming import EngineWrapper
+from rollout.episodes.resuming import ResumingEngine
 from rollout.tools.load import load_tools
 
 
-class ChatEngine(EngineWrapper):
-    """A RolloutEngine whose samples end at a chat model's turn ends too, which may be other tokens than the end of its
+class ChatEngine(ResumingEngine):
+    """A ResumingEngine whose samples end at a chat model's turn ends too, which may be other tokens than the end of its
     text. close_tools: called when the engine is closed."""
 
     def __init__(
-        self, engine: RolloutEngine, stop_token_ids: Sequence[int], close_tools: Callable[[], Awaitable[None]] | None
+        self,
+        engine: RolloutEngine,
+        resumes: int,
+        stop_token_ids: Sequence[int],
+        close_tools: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        super().__init__(engine)
+        super().__init__(engine, resumes)
         self._stops, self._close_tools = tuple(stop_token_ids), close_tools
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
-        return await self._engine.generate(prompts, n=n, params=self._params(params))
+        return await super().generate(prompts, n=n, params=self._params(params))
 
     async def continue_sample(
         self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
     ) -> Sample:
-        return await self._engine.continue_sample(sample, environment, params=self._params(params))
+        return await super().continue_sample(sample, environment, params=self._params(params))
+
+    async def resume(
+        self, sample: Sample, params: SamplingParams, *, sampled_before: int = 0, environment: Sequence[int] = ()
+    ) -> Sample:
+        more = self._params(params)
+        return await super().resume(sample, more, sampled_before=sampled_before, environment=environment)
 
     async def close(self) -> None:
         if self._close_tools is not None:
             await self._close_tools()
-        await self._engine.close()
+        await super().close()
 
     def _params(self, params: SamplingParams) -> SamplingParams:
         stops = tuple(dict.fromkeys((*params.stop_token_ids, *self._stops)))

@@ -7,8 +7,9 @@ sending a request; they are then continued from their tokens, as after any abort
     running --suspended()--> new calls wait, and running ones are aborted until none is left: state() is complete
             <--------------- the waiting calls run and continue the aborted samples
 
-Not kept: samples of an environment or of a user's generate function. Those have state in the process, and
-the first turn is not the whole sample: after a resume such prompts are sampled from the start (`keep_groups` False).
+An episode with an environment is kept with the spans of its turns, by which a new environment is brought to where the
+old one was (replay.py). Not kept: samples of a user's generate function, which has state in the process: after a resume
+such prompts are sampled from the start (`keep_groups` False).
 
 Letters: G samples a prompt.
 """
@@ -32,7 +33,7 @@ _ABORT_AGAIN_S = 0.1
 
 
 class PartialRollouts(EngineWrapper):
-    """keep_groups: False if an episode runner makes samples by several calls; calls can still be suspended."""
+    """keep_groups: False if a user's function makes samples by several calls; calls can still be suspended."""
 
     def __init__(self, engine: RolloutEngine, *, keep_groups: bool = True) -> None:
         super().__init__(engine)

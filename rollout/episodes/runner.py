@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from miles_like.plugins import load
-from miles_like.protocols import GenerateFn, MakeEnvironment, RolloutEngine
+from miles_like.protocols import EpisodeLog, GenerateFn, MakeEnvironment, RolloutEngine
 from rollout.chat.messages import Messages
 from rollout.chat.turns import Chat
 from rollout.config import RolloutConfig
@@ -24,15 +24,15 @@ from rollout.tools.load import Tools, load_tools
 class EpisodeRunner(Protocol):
     """How a run makes the samples of its prompts."""
 
-    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
-        """An engine whose samples are whole episodes; `engine` samples their tokens."""
+    def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
+        """An engine whose samples are whole episodes; `engine` samples their tokens. log: counts what is replayed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SingleTurn:
     """One answer a sample: the engine as it is."""
 
-    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
+    def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
         return engine
 
 
@@ -53,12 +53,11 @@ class EnvironmentEpisodes:
     messages: Messages | None = None
     tools: Tools | None = None
 
-    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
-        turns: RolloutEngine = ResumingEngine(engine, self.resumes)
+    def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
+        turns = ResumingEngine(engine, self.resumes)
         if self.messages is not None:
-            turns = ChatEngine(
-                turns, self.messages.chat.stop_token_ids, None if self.tools is None else self.tools.close
-            )
+            close = None if self.tools is None else self.tools.close
+            turns = ChatEngine(engine, self.resumes, self.messages.chat.stop_token_ids, close)
         return Episodes(
             turns,
             self.make,
@@ -67,6 +66,7 @@ class EnvironmentEpisodes:
             decode=lambda ids: str(self.tokenizer.decode(ids, skip_special_tokens=True)),
             chat=self.messages,
             clock=time.perf_counter if self.timed else lambda: 0.0,
+            log=log,
         )
 
 
@@ -80,7 +80,7 @@ class GeneratedEpisodes:
     call_s: float
     resumes: int = RESUMES
 
-    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
+    def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
         return CustomGenerate(
             ResumingEngine(engine, self.resumes), self.function, max_tokens=self.max_tokens, call_s=self.call_s
         )
@@ -96,8 +96,8 @@ class RecordedEpisodes:
     timeout_s: float
     resumes: int = RESUMES
 
-    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
-        turns = ChatEngine(ResumingEngine(engine, self.resumes), self.chat.stop_token_ids, None)
+    def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
+        turns = ChatEngine(engine, self.resumes, self.chat.stop_token_ids)
         return AgentEpisodes(turns, self.agent, self.chat, max_tokens=self.max_tokens, timeout_s=self.timeout_s)
 
 

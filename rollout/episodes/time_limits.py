@@ -13,10 +13,6 @@ from miles_like.limits.threads import DaemonThreads
 from miles_like.plugins import is_async
 
 
-class CallTimeoutError(TimeoutError):
-    """A call exceeded its time limit."""
-
-
 class TimeLimitedCalls:
     """Call functions and coroutine functions, each with a limit of `seconds`.
 
@@ -24,8 +20,9 @@ class TimeLimitedCalls:
     delays neither the event loop nor, after its time limit, the end of the process.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, over: Callable[[], Exception] | None = None) -> None:
+        """over: makes what is raised at the time limit; None: a TimeoutError that names rollout.call_timeout_s."""
+        self._seconds, self._over = seconds, over
         self._threads = DaemonThreads()
         self._turn = asyncio.Lock()
 
@@ -33,8 +30,8 @@ class TimeLimitedCalls:
         self, function: Callable[..., Any], *args: Any, late: Callable[[Any], None] | None = None, **kwargs: Any
     ) -> Any:
         """The function's result, awaited if it is awaitable. late: gets, in a thread, the result of a function that
-        returns after its caller was cancelled or has got CallTimeoutError. Raises CallTimeoutError, and whatever the
-        function raises."""
+        returns after its caller was cancelled or its time was over. Raises TimeoutError, or what `over` makes, and
+        whatever the function raises."""
         if is_async(function):
             return await self._within(function(*args, **kwargs))
         once = _Once(partial(function, *args, **kwargs), late)
@@ -53,7 +50,9 @@ class TimeLimitedCalls:
         except TimeoutError:
             if not limit.expired():
                 raise  # raised by the function
-            raise CallTimeoutError(
+            if self._over is not None:
+                raise self._over() from None
+            raise TimeoutError(
                 f"no answer within {self._seconds:g} s: raise rollout.call_timeout_s, or make the function "
                 "return earlier"
             ) from None

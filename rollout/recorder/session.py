@@ -72,7 +72,8 @@ class Session:
     @property
     def rows(self) -> list[Sample]:
         """One sample for each row that has a turn, with the reward of the episode."""
-        return [dataclasses.replace(row, reward=self.reward) for row in self._rows if row.response_len]
+        rows = [row for row in self._rows if row.response_len]
+        return [dataclasses.replace(row, row=i, reward=self.reward) for i, row in enumerate(rows)]
 
     async def play(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = (), max_tokens: int | None = None

@@ -174,6 +174,7 @@ class SampleReader:
             finish=reply.finish,
             text=text,
             spans=sample.spans,
+            row=sample.row,
         )
 
     def _traces(

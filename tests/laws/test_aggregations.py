@@ -6,6 +6,8 @@ weigh a sample by what lies beside it. Not covered: the trainer's sum over ranks
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -54,6 +56,34 @@ def closed_form(aggregation, constant):
             Aggregation.CONSTANT: lambda: mean([x.sum() / constant for x in flat]),
         }[aggregation]()
     )
+
+
+@pytest.mark.parametrize("aggregation", Aggregation)
+def test_an_episode_counts_as_one_sample_whatever_rows_it_has(aggregation):
+    """The weight of a token is that which it has where the rows of its episode are one sample."""
+    several = [
+        replace(g, samples=tuple(replace(s, index=s.index // 2, row=s.index % 2) for s in g.samples)) for g in groups()
+    ]
+    joined = [replace(g, samples=tuple(map(_joined, g.rows))) for g in several]
+    found, want = (
+        pack(of, [[1.0] * len(g.samples) for g in of], dp_size=1, max_tokens=99, aggregation=aggregation, constant=16)
+        for of in (several, joined)
+    )
+    assert _weights(found) == [pytest.approx(pair) for pair in _weights(want)]
+
+
+def _joined(rows):
+    joined = {f: torch.cat([getattr(s, f) for s in rows]) for f in ("token_ids", "loss_mask", "logprobs")}
+    return replace(rows[0], **joined)
+
+
+def _weights(batch):
+    """Log-prob and weight of each loss token."""
+    out = []
+    for m in (m for row in batch.grid for m in row):
+        weights = torch.ones(len(m.tokens)) if m.weights is None else m.weights
+        out += zip(m.rollout_logprobs[m.loss_mask].tolist(), weights[m.loss_mask].tolist(), strict=True)
+    return sorted(out)
 
 
 @pytest.mark.parametrize("aggregation", Aggregation)

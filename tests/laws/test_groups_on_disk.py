@@ -70,6 +70,7 @@ def everything() -> dict[str, SampleGroup]:
             Span(who=ENVIRONMENT, start=6, end=7, what="tool_result", name="add", status="ok"),
         ),
     )
+    further = replace(plain[0], index=1, row=1)
     big = replace(plain[2], routing=routes(plain[2].token_ids, EXPERTS[1], gates=False))
     unsealed = replace(big, routing=replace(big.routing, checksums=None, layer_checksums=None, versions=None))
     empty = SampleGroup(
@@ -85,7 +86,7 @@ def everything() -> dict[str, SampleGroup]:
         meta={"level": 3, "weight": 0.1, "tags": ["a", None, True], "deep": {"x": [1, 2.0]}},
     )
     return {
-        "ticket 7": SampleGroup(prompt=prompt, samples=(replace(plain[0], logprobs=odd), full)),
+        "ticket 7": SampleGroup(prompt=prompt, samples=(replace(plain[0], logprobs=odd), full, further)),
         "ticket 3": SampleGroup(prompt=prompt, samples=(big, unsealed)),
         "empty": empty,
     }
@@ -125,7 +126,7 @@ def test_a_sample_without_spans_is_written_as_before_there_were_any(tmp_path: Pa
     """Files of runs without an environment do not change."""
     write_groups(tmp_path / "groups", everything())
     found = json.loads(load_file(tmp_path / "groups")["json"].numpy().tobytes())
-    assert ["spans" in s for s in found["ticket 7"]["samples"]] == [False, True]
+    assert [(*({"spans", "row"} & s.keys()),) for s in found["ticket 7"]["samples"]] == [(), ("spans",), ("row",)]
 
 
 def test_what_is_read_is_nobody_elses_memory(tmp_path: Path) -> None:

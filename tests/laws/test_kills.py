@@ -17,7 +17,7 @@ import json
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ import torch
 
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.checkpoint.run_state import load
+from miles_like.types import SampleGroup
 from tests.support.chosen import later
 from tests.support.forked import tail
 from tests.support.kill_points import VICTIMS, Kill, witnesses
-from tests.support.local_run import Runs, tensors, untimed
+from tests.support.local_run import PLAYED, Runs, tensors, untimed
 
 HERE = "tests/laws/test_kills.py"
 STEPS = 8  # each save but the last two is whole before two more publications
@@ -75,6 +76,7 @@ class Chain:
     steps: int = STEPS
 
 
+EPISODES = "one behind, two ranks, a filter, at random, episodes"
 CHAINS = {
     "synchronous": Chain(("checkpoint.every=2",), EVERYWHERE + at_random("synchronous", [4, 4, 5])),
     "two behind": Chain(
@@ -97,8 +99,8 @@ CHAINS = {
             *at_random("beside training", [3, 4, 5]),
         ),
     ),
-    "one behind, two ranks, a filter, at random": Chain(
-        ("parallel.dp=2", "parallel.ep=2", "buffer.max_staleness=1", "algorithm.filter=nonzero_std"),
+    EPISODES: Chain(
+        ("parallel.dp=2", "parallel.ep=2", "buffer.max_staleness=1", "algorithm.filter=nonzero_std", *PLAYED),
         (
             kill("rank", "step", 1, "half"),
             kill("driver", "generation", 2, 10),
@@ -170,6 +172,19 @@ def test_a_run_killed_and_resumed_is_the_run_that_was_never_killed(runs: Runs, n
     waiting = load(where / "whole" / "checkpoints" / f"step_{chain.steps - 2}").groups
     assert bool(waiting) == any("max_staleness" in words for words in settings)  # what waits is saved, and is resumed
     assert audit(where / "whole" / "ledger.jsonl").wrong is None
+    if name == EPISODES:
+        _were_replayed(where, waiting)
+
+
+def _were_replayed(where: Path, waiting: Mapping[str, SampleGroup]) -> None:
+    """Episodes were saved in their later turns, and a new environment was told the turns before them."""
+    in_flight = [s for key, g in waiting.items() if key.startswith("partial/") for s in g.samples]
+    assert any(s.spans for s in in_flight)
+    rows = [json.loads(line) for line in (where / "killed" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row.get("perf/episodes/replayed", 0.0) for row in rows) > 0
+    assert not any("perf/episodes/begun_anew" in row and row["perf/episodes/begun_anew"] for row in rows)
+    turns = [row["rollout/turns/mean"] for row in rows if "rollout/turns/mean" in row]
+    assert min(turns) > 1
 
 
 @pytest.mark.long(beside="tests/laws/test_free_runs.py")

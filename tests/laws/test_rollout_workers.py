@@ -21,7 +21,7 @@ from miles_like.report.rows import read_metrics
 from miles_like.types import Prompt, Sample, SampleGroup
 from tests.support.forked import tail
 from tests.support.kill_points import Kill
-from tests.support.local_run import COLUMNS, Runs, same_run
+from tests.support.local_run import COLUMNS, PLAYED, ROWED, Runs, same_run
 
 HERE = "tests/laws/test_rollout_workers.py"
 STEPS = (
@@ -62,6 +62,7 @@ def ranked(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[float]:
     return [sum(other < own for other in sums) / len(sums) for own in sums]
 
 
+ROWS = "episodes of several rows"
 PENALTY = ("algorithm.kl_in=reward", "algorithm.kl_coefficient=0.1")
 CRITIC, TEACHER = COLUMNS
 SHORT = ("train.steps=2", "eval.every=0")
@@ -92,6 +93,8 @@ CASES: dict[str, tuple[str, ...]] = {
         "rollout.max_new_tokens=40",
         *PENALTY,
     ),
+    "episodes, each turn with its credit": (*SHORT, *PLAYED),
+    ROWS: (*SHORT, *ROWED, *PENALTY, "algorithm.aggregation=sequence_mean", "train.steps_per_rollout=2"),
     "a user's advantages": (
         *SHORT,
         f"algorithm.advantage={__file__}:of_tokens",
@@ -115,6 +118,23 @@ def test_any_number_of_workers_computes_the_same_bits(runs: Runs, case: str) -> 
         assert mean == pytest.approx(row["routing/expert_agreement"], abs=1e-12), "samples and their step"
     for workers in (1, 3):
         same_run(ran(runs, f"{case}, by {workers}", workers, *CASES[case]), alone)
+    if case == ROWS:
+        _rows_are_trained_with_their_episodes(alone)
+
+
+def _rows_are_trained_with_their_episodes(run_dir: Path) -> None:
+    """Every second episode has two rows, of one reward and one advantage; the ledger counts it once."""
+    found = [json.loads(line) for line in (run_dir / "rollouts" / "step_2.jsonl").read_text().splitlines()]
+    of: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in found:
+        of.setdefault((row["prompt_id"], row["index"]), []).append(row)
+    assert all([r.get("row", 0) for r in rows] == list(range(1 + index % 2)) for (_, index), rows in of.items())
+    assert all(len({(r["reward"], r["advantages"]) for r in rows}) == 1 for rows in of.values())
+    assert any(r["advantages"] and r["tokens"] for r in found if r.get("row"))
+    closed = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+    assert all(line["rows"] == {"1": 2} for line in closed if line.get("trained") and "ticket" in line)
+    last = read_metrics(run_dir / "metrics.jsonl")[-1]
+    assert last["rollout/rows/mean"] == 1.5 and last["ledger/trained"] == 16.0
 
 
 AHEAD = ("train.steps=4", "buffer.max_staleness=1", "algorithm.filter=nonzero_std", "rollout.servers=1")

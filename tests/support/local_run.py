@@ -10,11 +10,14 @@ Kills: `tests/support/kill_points.py` knows the pid of each process, and kills o
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import dataclasses
 import functools
 import itertools
 import json
 import os
+import random
 import runpy
 import shutil
 import tempfile
@@ -25,6 +28,7 @@ from typing import Any, Self
 
 import torch
 
+from miles_like.types import Observation, Sample, VersionSpan
 from tests.support.forked import BUSY_S, USERS_ERRORS, Forked, Starter, answers, tail
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +83,70 @@ def low_tokens(prompt: Any, sample: Any) -> float:
     """A reward that a random model gets different values of: the share of token ids below 64 in its answer."""
     answer = sample.token_ids[sample.loss_mask]
     return float((answer < 64).float().mean()) if len(answer) else 0.0
+
+
+PLAYED = (  # episodes of several turns, of which some are in flight where a run is saved
+    "rollout.environment=tests.support.local_run:Slow",
+    "rollout.max_turns=4",
+    "rollout.max_new_tokens=4",
+    "rollout.max_episode_tokens=40",
+    "algorithm.turn_credit=discounted",
+    "algorithm.turn_discount=0.9",
+)
+
+
+class Slow:
+    """An environment that answers each turn by its seed and what it was told, and takes its time. Rewards every second
+    turn."""
+
+    def __init__(self, prompt: Any, *, seed: int) -> None:
+        self.random, self.told = random.Random(seed), 0
+
+    async def __call__(self, sample: Any, turn: str) -> Observation:
+        await asyncio.sleep(0.05)
+        self.told += len(turn) + 1
+        reward = low_tokens(None, sample) if self.told % 2 else None
+        return Observation(text=f"{self.told + self.random.randrange(90)}=", reward=reward)
+
+
+ROWED = (  # every second episode has two rows
+    "rollout.generate=tests.support.local_run:in_rows",
+    "rollout.max_new_tokens=6",
+    "rollout.max_episode_tokens=24",
+)
+
+
+async def in_rows(engine: Any, prompt: Any, *, n: int, params: Any) -> Any:
+    """A second row sees the first answer, which is under loss in the first row alone, and goes on after it."""
+    (group,) = await engine.generate([prompt], n=n, params=params)
+    return await asyncio.gather(*(_in_rows(engine, s, params) if s.index % 2 else _alone(s) for s in group.samples))
+
+
+async def _alone(sample: Sample) -> Sample:
+    return sample
+
+
+async def _in_rows(engine: Any, sample: Sample, params: Any) -> list[Sample]:
+    turn = await engine.continue_sample(sample, (3,), params=params)
+    mask = turn.loss_mask.clone()
+    mask[: sample.length] = False
+    moved = int(mask.nonzero()[0]) - int(turn.loss_mask.nonzero()[0])
+    spans = (VersionSpan(v.version, max(v.start - moved, 0), v.end - moved) for v in turn.versions)
+    versions = tuple(v for v in spans if v.end > 0)
+    logprobs = torch.where(mask, turn.logprobs, 0.0)
+    return [sample, dataclasses.replace(turn, loss_mask=mask, logprobs=logprobs, versions=versions)]
+
+
+def _ending_turns() -> None:
+    """Half of the vocabulary are stop tokens, so that most turns of random weights end."""
+    from miles_like.run.setup.rollout_side import RolloutSide
+
+    sampling = RolloutSide.sampling
+
+    def ending(self: RolloutSide, round_index: int) -> Any:
+        return dataclasses.replace(sampling(self, round_index), stop_token_ids=tuple(range(1, 128, 2)))
+
+    RolloutSide.sampling = ending  # type: ignore[method-assign]
 
 
 def make_home(where: Path) -> None:
@@ -143,6 +211,8 @@ def drive(
 
     vars(trainer_side).update(write_report=lambda run_dir: run_dir / "report.html")  # a page: 5 MB a run
     config = load_config(TINY, [*QUICK, *settings])
+    if config.rollout.environment is not None:
+        _ending_turns()
     kills = () if kill is None else kill if isinstance(kill, tuple) else (kill,)
     kill_points.arm(run_dir, kills)
     logs = run_dir / "logs"

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from miles_like.algorithms.advantages.rewards import finite_rewards
+from miles_like.algorithms.advantages.rewards import relative_to_group
 from miles_like.types import SampleGroup
 
 STD_EPS = 1e-6  # verl's and slime's; equal rewards are handled before the division
@@ -24,7 +25,7 @@ class GroupRelative:
 
     def __call__(self, groups: Sequence[SampleGroup]) -> list[list[float]]:
         """For each group [G]; raises ValueError for a reward that is missing or not finite."""
-        return [group_relative(finite_rewards(group), normalize_std=self.normalize_std) for group in groups]
+        return relative_to_group(groups, partial(group_relative, normalize_std=self.normalize_std))
 
 
 def group_relative(rewards: Sequence[float], *, normalize_std: bool) -> list[float]:

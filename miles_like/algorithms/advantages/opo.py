@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from miles_like.algorithms.advantages.rewards import finite_rewards
+from miles_like.algorithms.advantages.rewards import finite_rewards, per_sample
 from miles_like.types import SampleGroup
 
 
@@ -19,7 +19,8 @@ def length_weighted(groups: Sequence[SampleGroup]) -> list[list[float]]:
 
     Raises ValueError for a reward that is missing or not finite.
     """
-    return [_of_group(finite_rewards(group), [s.response_len for s in group.samples]) for group in groups]
+    lengths = [[sum(s.response_len for s in rows) for rows in g.rows] for g in groups]
+    return [per_sample(g, _of_group(finite_rewards(g), n)) for g, n in zip(groups, lengths, strict=True)]
 
 
 def _of_group(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:

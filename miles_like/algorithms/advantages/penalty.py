@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from miles_like.algorithms.advantages.parts import InParts, OfSamples, Placed
-from miles_like.algorithms.advantages.rewards import finite_rewards
+from miles_like.algorithms.advantages.rewards import finite_rewards, per_sample
 from miles_like.algorithms.advantages.tokens import Tokens
 from miles_like.algorithms.terms.kl import Estimator, kl_estimate
 from miles_like.protocols import AdvantageFn, Numbers
@@ -70,13 +70,13 @@ class Penalized(InParts):
 
 
 def _reduced(groups: Sequence[SampleGroup], penalties: Sequence[Sequence[Numbers]]) -> list[SampleGroup]:
-    return [
-        replace(
-            group,
-            samples=tuple(
-                replace(s, reward=reward - penalty)
-                for s, reward, (penalty,) in zip(group.samples, finite_rewards(group), of_group, strict=True)
-            ),
-        )
-        for group, of_group in zip(groups, penalties, strict=True)
-    ]
+    """The rewards less the penalties of the whole episodes."""
+    out = []
+    for group, of_group in zip(groups, penalties, strict=True):
+        sums = dict.fromkeys((s.index for s in group.samples), 0.0)
+        for s, (penalty,) in zip(group.samples, of_group, strict=True):
+            sums[s.index] += penalty
+        rewards = per_sample(group, finite_rewards(group))
+        samples = zip(group.samples, rewards, strict=True)
+        out.append(replace(group, samples=tuple(replace(s, reward=r - sums[s.index]) for s, r in samples)))
+    return out

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from miles_like.algorithms.advantages.rewards import finite_rewards
+from miles_like.algorithms.advantages.rewards import finite_rewards, per_sample
 from miles_like.types import SampleGroup
 
 
@@ -24,4 +24,4 @@ class Reinforce:
         rewards = [finite_rewards(group) for group in groups]
         flat = [r for of_group in rewards for r in of_group]
         baseline = math.fsum(flat) / len(flat) if self.batch_baseline and flat else 0.0
-        return [[r - baseline for r in of_group] for of_group in rewards]
+        return [per_sample(g, [r - baseline for r in of]) for g, of in zip(groups, rewards, strict=True)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from miles_like.algorithms.advantages.grpo import group_relative
 from miles_like.algorithms.advantages.parts import OfTokens
 from miles_like.algorithms.advantages.penalty import KlPenalty, token_rewards
-from miles_like.algorithms.advantages.rewards import finite_rewards
+from miles_like.algorithms.advantages.rewards import relative_to_group
 from miles_like.algorithms.advantages.tokens import WHITEN_EPS, Tokens
 from miles_like.types import SampleGroup
 
@@ -41,7 +42,7 @@ def whitened_baseline(groups: Sequence[SampleGroup]) -> list[list[float]]:
 
     Raises ValueError for a reward that is missing or not finite.
     """
-    centred = [group_relative(finite_rewards(group), normalize_std=False) for group in groups]
+    centred = relative_to_group(groups, partial(group_relative, normalize_std=False))
     values = torch.tensor([a for group in centred for a in group], dtype=torch.float64)
     times = torch.tensor([s.response_len for g in groups for s in g.samples], dtype=torch.float64)
     if (n := times.sum()) > 1:

@@ -61,7 +61,7 @@ def why_no_baseline(group: SampleGroup) -> str | None:
 
 def _baseline(group: SampleGroup) -> float:
     rewards = finite_rewards(group)
-    found = [r for s, r in zip(group.samples, rewards, strict=True) if s.index == GREEDY_INDEX]
+    found = [r for s, r in zip(group.episodes, rewards, strict=True) if s.index == GREEDY_INDEX]
     if rewards and not found:
         raise ValueError(
             f"prompt {group.prompt.id!r} has no sample of index {GREEDY_INDEX}, whose reward is the baseline of "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from miles_like.algorithms.advantages.rewards import finite_rewards
+from miles_like.algorithms.advantages.rewards import relative_to_group
 from miles_like.types import SampleGroup
 
 
@@ -18,7 +18,7 @@ def leave_one_out(groups: Sequence[SampleGroup]) -> list[list[float]]:
 
     Raises ValueError for a reward that is missing or not finite.
     """
-    return [_of_group(finite_rewards(group)) for group in groups]
+    return relative_to_group(groups, _of_group)
 
 
 def _of_group(rewards: Sequence[float]) -> list[float]:

@@ -10,17 +10,23 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from miles_like.algorithms.advantages.rewards import per_sample
+from miles_like.types import SampleGroup
 
-def shuffle_over_batch(advantages: Sequence[Sequence[float | Tensor | None]], *, seed: int) -> list[list[float]]:
-    """The advantages, shuffled over all samples of the batch: a control experiment whose gradient is noise.
+
+def shuffle_over_batch(
+    groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float | Tensor | None]], *, seed: int
+) -> list[list[float]]:
+    """The advantages, shuffled over all episodes of the batch: a control experiment whose gradient is noise.
 
     Groups keep their sizes. The result depends only on the seed: give a different one each step. Raises ValueError for
     token-level advantages, which cannot be moved to a sample of another length.
     """
-    values = [_number(a) for group in advantages for a in group]
+    pairs = [(s, a) for g, of in zip(groups, advantages, strict=True) for s, a in zip(g.samples, of, strict=True)]
+    values = [_number(a) for s, a in pairs if not s.row]
     random.Random(seed).shuffle(values)
     shuffled = iter(values)
-    return [[next(shuffled) for _ in group] for group in advantages]
+    return [per_sample(g, [next(shuffled) for _ in g.episodes]) for g in groups]
 
 
 def _number(advantage: float | Tensor | None) -> float:

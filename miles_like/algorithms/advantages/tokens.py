@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from miles_like.algorithms.advantages.rewards import finite_rewards
+from miles_like.algorithms.advantages.rewards import finite_rewards, per_sample
 from miles_like.types import SampleGroup
 
 WHITEN_EPS = 1e-8  # verl's and trl's, inside the square root
@@ -55,8 +55,10 @@ class Tokens:
         return self._chosen([s.logprobs for g in self.groups for s in g.samples])
 
     def last_rewards(self) -> Tensor:
-        """[R] fp64: each sample's reward at its last token, 0 elsewhere. Raises ValueError as `finite_rewards`."""
-        rewards = torch.tensor([r for g in self.groups for r in finite_rewards(g)], dtype=torch.float64)
+        """[R] fp64: each sample's reward at its last token, 0 elsewhere; each row of an episode has the episode's.
+        Raises ValueError as `finite_rewards`."""
+        of_samples = [r for g in self.groups for r in per_sample(g, finite_rewards(g))]
+        rewards = torch.tensor(of_samples, dtype=torch.float64)
         out = torch.zeros(len(self.owners), dtype=torch.float64)
         some = self.counts > 0
         out[self.counts.cumsum(0)[some] - 1] = rewards[some]

@@ -62,6 +62,11 @@ class TurnRelative(InParts):
 
     def _of_group(self, group: SampleGroup) -> list[Numbers]:
         rewards = finite_rewards(group)
+        if further := [s.name for s in group.samples if s.row]:
+            raise ValueError(
+                f"sample {further[0]} is a further row of its episode, whose turns are divided among rows: set "
+                "algorithm.turn_credit = 'episode'"
+            )
         returns = [self._returns(_turns(s, r)) for s, r in zip(group.samples, rewards, strict=True)]
         longest = max(map(len, returns), default=0)
         compared = [[(i, t) for i, of in enumerate(returns) if t < len(of)] for t in range(longest)]

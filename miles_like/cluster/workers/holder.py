@@ -34,7 +34,7 @@ class Wanted(NamedTuple):
     """A sample in a batch: where a holder finds it, and what of it has a loss."""
 
     key: int
-    sample: int  # its index in the group
+    sample: tuple[int, int]  # its place in the group
     checksum: int
     oldest: int  # as in SampleRecord
 
@@ -68,7 +68,7 @@ class ColumnHolder:
         self._objects = objects
         self._held: dict[int, Any] = {}  # key -> reference
         self._bytes: dict[int, int] = {}
-        self._added: dict[int, dict[int, dict[str, Tensor]]] = {}  # key -> index of a sample -> its columns
+        self._added: dict[int, dict[tuple[int, int], dict[str, Tensor]]] = {}  # key -> place of a sample -> its columns
         self._next = 0
         # the store has refused a group, or makes room; until a group of it, or the last one outside of it, is freed
         self._full = False
@@ -148,13 +148,13 @@ class ColumnHolder:
         except LookupError as e:
             raise self._lost(key, str(e)) from None
 
-    def add(self, key: int, columns: Mapping[int, Columns]) -> None:
-        """Adds columns to samples of a group, by their index, in place of those of the same names. Raises
+    def add(self, key: int, columns: Mapping[tuple[int, int], Columns]) -> None:
+        """Adds columns to samples of a group, by their place, in place of those of the same names. Raises
         ColumnsLostError for a group that is not held."""
         self._reference(key)
         of_group = self._added.setdefault(key, {})
-        for index, own in columns.items():
-            there = of_group.setdefault(index, {})
+        for place, own in columns.items():
+            there = of_group.setdefault(place, {})
             self._bytes[key] += sum(x.nbytes - (there[n].nbytes if n in there else 0) for n, x in own.items())
             there.update(own)
 
@@ -190,21 +190,21 @@ class ColumnHolder:
         return found
 
     def _found(self, group: SampleGroup, of: Wanted) -> Sample:
-        sample = next((s for s in group.samples if s.index == of.sample), None)
+        sample = next((s for s in group.samples if s.place == of.sample), None)
         if sample is None or checksum_of(sample) != of.checksum:
             what = "is not there" if sample is None else "has other tokens, mask or log-probs than its record"
             raise RuntimeError(
-                f"rollout worker {self.number}: sample {of.sample} of prompt {group.prompt.id!r} {what}: its memory "
+                f"rollout worker {self.number}: sample {of.sample[0]} of prompt {group.prompt.id!r} {what}: its memory "
                 "was changed; resume from the last checkpoint"
             )
         return self._with_added(of.key, masked(sample, of.oldest))
 
     def _whole(self, group: SampleGroup, records: RecordGroup) -> SampleGroup:
-        samples = (self._found(group, Wanted(r.key, r.index, r.checksum, r.oldest)) for r in records.samples)
+        samples = (self._found(group, Wanted(r.key, r.place, r.checksum, r.oldest)) for r in records.samples)
         return replace(group, samples=tuple(samples))
 
     def _with_added(self, key: int, sample: Sample) -> Sample:
-        columns = dict(self._added.get(key, {}).get(sample.index, {}))
+        columns = dict(self._added.get(key, {}).get(sample.place, {}))
         candidates = columns.pop(CANDIDATES, sample.candidates)
         return replace(sample, streams={**sample.streams, **columns}, candidates=candidates) if columns else sample
 
@@ -212,6 +212,7 @@ class ColumnHolder:
         return SampleRecord(
             prompt_id=s.prompt_id,
             index=s.index,
+            row=s.row,
             length=s.length,
             response_len=s.response_len,
             turns=s.turns,
@@ -238,13 +239,13 @@ class ColumnHolder:
 def of_records(records: RecordGroup, group: SampleGroup) -> SampleGroup:
     """The samples with the rewards and the loss tokens of their records: overlong shaping may have reduced rewards, and
     some samples, or old tokens, are not trained."""
-    by_index = {r.index: r for r in records.samples}
+    by_place = {r.place: r for r in records.samples}
 
     def of(s: Sample, r: SampleRecord) -> Sample:
         s = replace(masked(s, r.oldest), reward=r.reward, reward_parts=r.reward_parts)
         return s if r.response_len else s.without_loss()
 
-    return replace(group, samples=tuple(of(s, by_index[s.index]) for s in group.samples))
+    return replace(group, samples=tuple(of(s, by_place[s.place]) for s in group.samples))
 
 
 def added(before: Sample, after: Sample) -> Columns:

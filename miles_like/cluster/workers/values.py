@@ -72,10 +72,10 @@ class HeldValues:
         assert isinstance(batch, PlannedBatch), "of records"
         found = await ranks.held_logprobs(batch, weights=weights, replay=replay)
         samples = [s for g in groups for s in g.samples]
-        places: dict[int, dict[str, tuple[int, int]]] = {}
+        places: dict[int, dict[str, tuple[int, tuple[int, int]]]] = {}
         for name, s in zip(names_of(samples), samples, strict=True):
             assert isinstance(s, SampleRecord), "of records"
-            places.setdefault(s.holder, {})[name] = (s.key, s.index)
+            places.setdefault(s.holder, {})[name] = (s.key, s.place)
         await all_or_first_error(
             self.workers.exchange(
                 holder, [key for key, _ in own.values()], "keep", stream, own, sent=found.get(holder, ())
@@ -183,5 +183,5 @@ def _by_holder(batch: PlannedBatch, cells: Sequence[PlannedMicroBatch]) -> dict[
     out: dict[int, dict[str, Wanted]] = {}
     for name in dict.fromkeys(name for cell in cells for name in cell.samples):
         of = batch.records[name]
-        out.setdefault(of.holder, {})[name] = Wanted(of.key, of.index, of.checksum, of.oldest)
+        out.setdefault(of.holder, {})[name] = Wanted(of.key, of.place, of.checksum, of.oldest)
     return out

@@ -288,16 +288,16 @@ class RolloutWorker:
         return [portion.route_bytes for portion in found], found
 
     async def keep(
-        self, values: Sequence[Mapping[str, Tensor]], stream: str, places: Mapping[str, tuple[int, int]]
+        self, values: Sequence[Mapping[str, Tensor]], stream: str, places: Mapping[str, tuple[int, tuple[int, int]]]
     ) -> tuple[None, list[Any]]:
-        """Adds a stream to samples. values: name of a sample in a batch -> [S]; places: key and index of each, also of
+        """Adds a stream to samples. values: name of a sample in a batch -> [S]; places: key and place of each, also of
         those without a value, whose streams are zeros."""
         found = {name: x for one in values for name, x in one.items()}
         missing = {key for name, (key, _) in places.items() if name not in found}
-        lengths = {(key, s.index): s.length for key in missing for s in self.holder.group(key).samples}
-        for name, (key, index) in places.items():
-            x = found[name] if name in found else torch.zeros(lengths[key, index])
-            self.holder.add(key, {index: {stream: x}})
+        lengths = {(key, s.place): s.length for key in missing for s in self.holder.group(key).samples}
+        for name, (key, place) in places.items():
+            x = found[name] if name in found else torch.zeros(lengths[key, place])
+            self.holder.add(key, {place: {stream: x}})
         return None, []
 
     async def compute(
@@ -307,7 +307,7 @@ class RolloutWorker:
         before = await asyncio.to_thread(self.holder.values, groups)
         after, numbers = await self._sampling.work(what, before, *arguments)
         for records, old, new in zip(groups, before, after, strict=True):
-            columns = {a.index: added(b, a) for b, a in zip(old.samples, new.samples, strict=True)}
+            columns = {a.place: added(b, a) for b, a in zip(old.samples, new.samples, strict=True)}
             self.holder.add(records.samples[0].key, columns)
         return numbers, []
 
@@ -331,7 +331,7 @@ class RolloutWorker:
                 n = s.length - len(records.prompt.token_ids)
                 placed = torch.zeros(s.length)
                 placed[s.length - n :] = other.streams[stream][other.length - n :] if stream in other.streams else 0.0
-                columns[s.index] = {stream: torch.where(s.loss_mask, placed, 0.0)}
+                columns[s.place] = {stream: torch.where(s.loss_mask, placed, 0.0)}
             self.holder.add(records.samples[0].key, columns)
         return None, []
 
@@ -360,7 +360,7 @@ class RolloutWorker:
     ) -> tuple[None, list[Any]]:
         """Adds columns to the samples of groups. values: one, of each sample of each group."""
         for records, columns in zip(groups, values[0], strict=True):
-            named = {s.index: own for s, own in zip(records.samples, columns, strict=True)}
+            named = {s.place: own for s, own in zip(records.samples, columns, strict=True)}
             self.holder.add(records.samples[0].key, named)
         return None, []
 

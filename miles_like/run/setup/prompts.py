@@ -24,13 +24,15 @@ class Prompts:
     source: PromptSource
     held_out: Sequence[HeldOut]
     rewards: Rewards
+    calls: RewardTally  # of the rewards, and of episodes that are replayed
 
 
 def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
     """Reads the training prompts and held-out sets and makes the rewards. Raises ValueError naming file and row, the
     reward, or the tools."""
     c = plan.config
-    rewards = Rewards(c.reward, outage_s=OUTAGE_S, log=RewardTally())
+    calls = RewardTally()
+    rewards = Rewards(c.reward, outage_s=OUTAGE_S, log=calls)
     check_over_sampling(c, rewards(None))
     tokenizer = prompting(plan.tokenizer, c.rollout.tools)
     source = PromptSource(c.data, tokenizer, seed=c.seed, compared_by=rewards(None).compares)
@@ -38,4 +40,4 @@ def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
     shared = decontaminate(source, {h.config.name: h.prompts for h in held}, c.data.decontaminate)
     for sentence in (*source.notes, *shared):
         console.print(f"{'':12}{sentence}", markup=False, soft_wrap=True)
-    return Prompts(source=source, held_out=held, rewards=rewards)
+    return Prompts(source=source, held_out=held, rewards=rewards, calls=calls)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from miles_like.protocols import Algorithm, RewardFn, RolloutEngine
+from miles_like.protocols import Algorithm, EpisodeLog, RewardFn, RolloutEngine
 from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.types import GREEDY, Prompt, SampleGroup
 from rollout.episodes.greedy import GreedyFirst, greedy_seed
@@ -18,9 +18,11 @@ from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.runner import EpisodeRunner
 
 
-def answering(runner: EpisodeRunner, engine: RolloutEngine, algorithm: Algorithm) -> RolloutEngine:
-    """The engine that makes the samples of a run; `engine` samples their tokens."""
-    episodes = runner.wrap(engine)
+def answering(
+    runner: EpisodeRunner, engine: RolloutEngine, algorithm: Algorithm, log: EpisodeLog | None = None
+) -> RolloutEngine:
+    """The engine that makes the samples of a run; `engine` samples their tokens. log: as of `EpisodeRunner.wrap`."""
+    episodes = runner.wrap(engine, log)
     return GreedyFirst(episodes) if GREEDY in algorithm.needs else episodes
 
 

@@ -146,7 +146,7 @@ def ours(config: AlgorithmConfig, old: str = "old") -> tuple[float, Tensor, dict
     )
     lengths = np.array(LENGTHS)
     aggregation = Aggregation(config.parts.aggregation.aggregation)
-    weights = sample_weights(lengths, PROMPTS, aggregation, config.parts.constant(CONSTANT))
+    weights = sample_weights(lengths, PROMPTS, np.arange(len(lengths)), aggregation, config.parts.constant(CONSTANT))
     factors = None if weights is None else torch.from_numpy(weights).float().repeat_interleave(n)
     loss = (per_token if factors is None else per_token * factors).sum() / lengths.sum()
     loss.backward()

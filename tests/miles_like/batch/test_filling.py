@@ -49,6 +49,7 @@ def by_lengths(groups: Sequence[SampleGroup], advantages: Sequence[float], how: 
         lengths=np.array([len(s.token_ids) for s in samples]),
         counts=np.array([s.response_len for s in samples]),
         prompts=np.repeat(np.arange(len(groups)), [len(g.samples) for g in groups]),
+        episodes=np.arange(len(samples)),
         versions=(0, 0),
     )
     found = plan(of, how)

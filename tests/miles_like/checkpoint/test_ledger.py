@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_like.checkpoint.ledger import Ledger
+from miles_like.checkpoint.ledger_audit import audit
 from tests.support.made_samples import group, sample
 from tests.support.refusals import Facts, refuses
 
@@ -52,6 +53,22 @@ def test_the_file_of_two_steps_by_hand(tmp_path):
     assert ledger.close() == balance
 
 
+def of_rows(prompt, rows):
+    """rows: (index, row)"""
+    return group([dataclasses.replace(sample(prompt, i), row=row) for i, row in rows])
+
+
+def test_an_episode_of_several_rows_is_one_sample_and_its_rows_are_counted(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.issue(0, "a", 2)
+    ledger.train(1, 0, of_rows("a", [(0, 0), (1, 0), (1, 1), (1, 2)]))
+    ledger.flush(1)
+    first, totals = (json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines())
+    assert first == {"step": 1, "ticket": 0, "prompt": "a", "trained": [0, 1], "discarded": {}, "rows": {"1": 3}}
+    assert totals == {"step": 1, "tickets": 1, "issued": 2, "trained": 2, "discarded": 0, "in_flight": 0}
+    assert audit(tmp_path / "ledger.jsonl").wrong is None
+
+
 REFUSED = [
     ((1, "b"), lambda it: it.issue(1, "b", 2)),
     ((4, "b", 2), lambda it: it.issue(4, "b", 2)),
@@ -69,6 +86,9 @@ REFUSED = [
     ((2, "cut", 3), lambda it: it.discard(1, "stale", discarded_samples={"cut": 3})),
     ((1,), lambda it: it.check([])),
     ((0,), lambda it: it.check([0, 1])),
+    ((1, "b", 1, 1), lambda it: it.train(1, 1, of_rows("b", [(0, 0), (1, 0), (1, 1), (1, 1)]))),
+    ((1, "b", "[0, 2]", 1), lambda it: it.train(1, 1, of_rows("b", [(0, 0), (1, 0), (1, 2)]))),
+    ((1, "b", "[1]", 0), lambda it: it.train(1, 1, of_rows("b", [(0, 1), (1, 0)]))),
 ]
 
 

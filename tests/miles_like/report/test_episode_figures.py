@@ -47,6 +47,12 @@ def test_figures_of_episodes_by_hand() -> None:
     }
 
 
+def test_the_rows_of_an_episode_are_counted_and_its_turns_added_up() -> None:
+    rows = [replace(sample(response_len=6), loss_mask=MASK), replace(sample(), row=1)]
+    found = episode_metrics([group([*rows, sample(index=1)])])
+    assert (found["rollout/rows/mean"], found["rollout/turns/max"], found["rollout/turns/mean"]) == (1.5, 3.0, 2.0)
+
+
 def test_without_a_clock_there_are_no_seconds() -> None:
     """So runs of the same bits have the same rows; those of others are left out where rows are compared."""
     untimed = (turn(POLICY, 2, 4, 0.0), turn(ENVIRONMENT, 4, 6, 0.0), turn(POLICY, 6, 8, 0.0))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from miles_like.config.sections.watched.metric_direction import better
+from miles_like.loop.rollout_stats import RolloutStats
 from miles_like.report.metrics import (
     eval_metrics,
     pass_at_k,
@@ -52,6 +53,19 @@ def test_rollout_figures_by_hand():
     )
     with refuses(ValueError, 0, 0):
         rollout_metrics([], version=0)
+
+
+def test_an_episode_counts_once_whatever_rows_it_has():
+    """Rewards 1 and 0 of two episodes, of which the first has two rows of 3 and of 0 response tokens."""
+    rows = [sample(reward=1.0), dataclasses.replace(sample(reward=1.0, response_len=0), row=1)]
+    groups = [group([*rows, sample(index=1, reward=0.0)])]
+    found = rollout_metrics(groups, version=0)
+    assert (found["rollout/reward/mean"], found["rollout/accuracy"], found["rollout/len/mean"]) == (0.5, 0.5, 3.0)
+    assert found["rollout/empty_frac"] == 0.0
+    assert eval_metrics(groups, name="x", k=2) == {"eval/x/avg@2": 0.5, "eval/x/pass@1": 0.5, "eval/x/pass@2": 1.0}
+    stats = RolloutStats()
+    stats.count(groups[0], None)
+    assert (stats.samples, stats.tokens, stats.rewards) == (2, 6, [("p", (1.0, 0.0))])
 
 
 def test_parts_are_averaged_over_the_samples_that_have_them():

@@ -33,6 +33,7 @@ from miles_like.config.sections.reward import RewardConfig
 from miles_like.loop.saver import Saver
 from miles_like.preflight.checks import check_over_sampling
 from miles_like.report.progress import PhaseBar
+from miles_like.report.reward_calls import RewardTally
 from miles_like.rewards.load import Rewards, scored_by
 from miles_like.run.setup.delivery import TrainerPublication
 from miles_like.run.setup.launcher import Launcher
@@ -174,7 +175,7 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
 
     trainer: Any = SimpleNamespace(dp_size=1, connect=lambda recipe: None, publish=publish, close=close)
     source: Any = SimpleNamespace(all=lambda: [Prompt(id="a", token_ids=(1, 2, 3), answer="")] * 20)
-    prompts = Prompts(source=source, held_out=[], rewards=Rewards(RewardConfig()))
+    prompts = Prompts(source=source, held_out=[], rewards=Rewards(RewardConfig()), calls=RewardTally())
 
     async def start() -> None: ...
 

@@ -150,7 +150,9 @@ def test_greedy_answers_beside_episodes_keep_what_is_discarded() -> None:
         raise EnvironmentLost("no room")
 
     limits = EpisodeLimits(max_turns=2, max_tokens=60)
-    episodes = Episodes(ResumingEngine(Talker("7")), make, limits, encode=lambda t: list(t.encode()), decode=text_of)
+    episodes = Episodes(
+        ResumingEngine(Talker("7", "7")), make, limits, encode=lambda t: list(t.encode()), decode=text_of
+    )
     (group,) = asyncio.run(GreedyFirst(episodes).generate([PROMPT], n=3, params=PARAMS))
     assert not group.samples and group.discarded == {"no room": 3}
 

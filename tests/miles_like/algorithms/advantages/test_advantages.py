@@ -248,21 +248,23 @@ def test_what_each_needs():
 
 @given(batch=st.lists(st.lists(st.floats(-2, 2), min_size=1, max_size=5), min_size=1, max_size=8), seed=st.integers())
 def test_shuffling_keeps_the_values_and_the_shape(batch, seed):
-    dealt = shuffle_over_batch(batch, seed=seed)
+    groups = [rewarded(of) for of in batch]
+    dealt = shuffle_over_batch(groups, batch, seed=seed)
     assert [len(g) for g in dealt] == [len(g) for g in batch]
     assert Counter(chain.from_iterable(dealt)) == Counter(chain.from_iterable(batch))
-    assert dealt == shuffle_over_batch(batch, seed=seed)
+    assert dealt == shuffle_over_batch(groups, batch, seed=seed)
 
 
 def test_shuffling_moves_values_between_groups():
     batch = [[float(10 * g + i) for i in range(8)] for g in range(8)]
-    dealt = shuffle_over_batch(batch, seed=0)
+    groups = [rewarded(of) for of in batch]
+    dealt = shuffle_over_batch(groups, batch, seed=0)
     crossed = sum(int(v // 10) != g for g, row in enumerate(dealt) for v in row)
     assert crossed > 40  # 56 expected of 64
-    assert dealt != shuffle_over_batch(batch, seed=1)
+    assert dealt != shuffle_over_batch(groups, batch, seed=1)
     for of_tokens in (torch.zeros(3), None):
         with refuses(ValueError, "algorithm.shuffle_advantages", "algorithm.advantage"):
-            shuffle_over_batch([[of_tokens]], seed=0)
+            shuffle_over_batch([rewarded([1.0])], [[of_tokens]], seed=0)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

@@ -35,12 +35,15 @@ from miles_like.loop.buffer import LOST
 from miles_like.loop.old_tokens import mask_old
 from miles_like.records import ColumnsLostError, PlannedBatch, RecordGroup
 from miles_like.types import (
+    ENVIRONMENT,
+    POLICY,
     Finish,
     MicroBatch,
     Prompt,
     Sample,
     SampleGroup,
     Score,
+    Span,
     StepReport,
     Unit,
     Unscored,
@@ -69,7 +72,17 @@ def made(prompt: Prompt) -> SampleGroup:
         mask[3] &= n % 2 == 0
         finish = Finish.LENGTH if n == 4 and i else Finish.STOP
         samples.append(replace(s, loss_mask=mask, logprobs=torch.where(mask, s.logprobs, 0.0), finish=finish))
+    if prompt.source == "turns":
+        samples = [replace(s, spans=_two_turns(s, n)) for s in samples]
+    if prompt.source == "rows":
+        further = sample(prompt.id, 1, first_token=900 + n, response_len=2 + n % 3, reward=samples[1].reward)
+        samples.append(replace(further, row=1))
     return replace(group(samples), prompt=prompt)
+
+
+def _two_turns(s: Sample, n: int) -> tuple[Span, ...]:
+    cut = Span(who=POLICY, start=2, end=3, reward=n / 7)
+    return (cut, Span(who=ENVIRONMENT, start=3, end=4), Span(who=POLICY, start=4, end=s.length))
 
 
 class Ranks:
@@ -181,6 +194,9 @@ CASES: dict[str, dict[str, Any]] = {
     "a greedy answer": {"name": "remax"},
     "a user's": {"name": "grpo", "advantage": f"{__name__}:of_all", "kl_coefficient": 0.0},
     "a user's, with a penalty": {"name": "grpo", "advantage": f"{__name__}:of_all", **IN_REWARD},
+    "turns": {"name": "grpo", "turn_credit": "discounted", "turn_discount": 0.5},
+    "rows": {"name": "grpo", **IN_REWARD},
+    "rows, a critic": {"name": "ppo", **IN_REWARD},
 }
 
 
@@ -192,7 +208,8 @@ async def steps_of(experience: Experience, groups: Sequence[SampleGroup], traine
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_columns_are_those_of_one_process_with_all_samples(case: str) -> None:
+def test_columns_are_those_of_one_process_with_all_samples(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.PROMPTS", [replace(p, source=case.split(",")[0]) for p in PROMPTS])
     config = AlgorithmConfig(**CASES[case])
     algorithm = make_algorithm(config, CorrectionConfig())
 
