@@ -171,6 +171,7 @@ class AgentCommand:
             "OPENAI_BASE_URL": f"{base_url}/v1",
             "OPENAI_API_KEY": api_key,
             "OPENAI_MODEL": MODEL,
+            "MILES_LIKE_REWARD_URL": f"{base_url}/reward",
             "ANTHROPIC_BASE_URL": base_url,
             "ANTHROPIC_API_KEY": api_key,
         }

@@ -13,10 +13,10 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from miles_like.types import POLICY, Span
@@ -32,16 +32,28 @@ SETTINGS = (
     "train.max_tokens_per_rank=2048",
     "train.samples_per_group=8",
     "rollout.max_new_tokens=60",
-    "rollout.max_turns=3",
     "rollout.max_episode_tokens=500",
-    "rollout.temperature=1.0",
-    f"rollout.tools.functions=['{HERE}:add']",
 )
+TOOLS = ("rollout.max_turns=3", f"rollout.tools.functions=['{HERE}:add']")
+AGENT = (f"rollout.agent.function={HERE}:two_conversations", "data.template=chat")
 
 
 def add(a: int, b: int) -> int:
     """Adds two integers."""
     return a + b
+
+
+async def two_conversations(prompt: Any, *, base_url: str, api_key: str, seed: int) -> None:
+    """An agent that asks in two contexts, which are two rows."""
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {api_key}"}, timeout=60) as http:
+        for system in ("short", "long"):
+            messages = [{"role": "system", "content": system}, *prompt.messages]
+            for _ in range(2):
+                body = {"model": "m", "messages": messages}
+                reply = (await http.post(f"{base_url}/v1/chat/completions", json=body)).json()
+                if "choices" not in reply or reply["choices"][0]["finish_reason"] == "length":
+                    break
+                messages += [reply["choices"][0]["message"], {"role": "user", "content": "go on"}]
 
 
 def make_chat_home(where: Path) -> None:
@@ -57,15 +69,19 @@ def make_chat_home(where: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("tools")
     rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)} for i in range(16)]
     (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert shared_starter().call(home / "home.log", make_chat_home, home) == 0, tail(home / "home.log")
-    settings = (*SETTINGS, f"data.train={home / 'rows.jsonl'}", f"data.eval={home / 'rows.jsonl'}")
-    log = home / "run" / "driver.log"
-    assert shared_starter().call(log, drive, home / "run", home, settings, None, None) == 0, tail(log)
-    yield home / "run"
+    return home
+
+
+def ran(home: Path, name: str, *settings: str) -> Path:
+    log = home / name / "driver.log"
+    given = (*SETTINGS, f"data.train={home / 'rows.jsonl'}", f"data.eval={home / 'rows.jsonl'}", *settings)
+    assert shared_starter().call(log, drive, home / name, home, given, None, None) == 0, tail(log)
+    return home / name
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -74,7 +90,8 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-def test_what_was_sampled_is_trained(run: Path) -> None:
+def test_what_was_sampled_is_trained(home: Path) -> None:
+    run = ran(home, "tools", *TOOLS)
     words, found, several = tokenizer("tools"), Counter[str](), 0
     for row in rows(run):
         ids, spans = row["token_ids"], [Span(**span) for span in row["spans"]]
@@ -93,3 +110,18 @@ def test_what_was_sampled_is_trained(run: Path) -> None:
             between = words.decode(ids[before.end : after.start])
             assert between.startswith("\n<|im_start|>tool\nThe tool call") and between.endswith("assistant\n")
     assert several and sum(found.values()) >= several and "ok" not in found
+
+
+@pytest.mark.long(beside="tests/laws/test_recorded_episodes.py")
+def test_the_rows_of_an_agent_are_trained(home: Path) -> None:
+    """Each episode has two rows, of one reward, and each sampled token is under loss in one of them."""
+    run = ran(home, "agent", *AGENT)
+    of: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows(run):
+        of.setdefault((row["prompt_id"], row["index"]), []).append(row)
+        spans = [Span(**span) for span in row["spans"]]
+        under = [i for s in spans if (s.what, s.who) == ("turn", POLICY) for i in range(s.start, s.end)]
+        assert under == [i for i, one in enumerate(row["loss_mask"]) if one]
+    assert of and all(len(found) == 2 and len({row["reward"] for row in found}) == 1 for found in of.values())
+    text = tokenizer("tools").decode(rows(run)[0]["token_ids"])
+    assert text.startswith("<|im_start|>system\nshort<|im_end|>")

@@ -31,8 +31,8 @@ LINES = ("Hello.<|im_end|>", "Again.<|im_end|>", "Once more.<|im_end|>")
 PROGRAM = """
 import json, os, pathlib, subprocess, sys, urllib.request
 
-def post(path, body):
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode())
+def post(url, body):
+    request = urllib.request.Request(url, json.dumps(body).encode())
     request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
     return json.load(urllib.request.urlopen(request))
 
@@ -42,15 +42,15 @@ messages = list(given["messages"])
 if how == "silent":
     sys.exit(0)
 for _ in range(2):
-    answer = post("/chat/completions", {"model": "any", "messages": messages})["choices"][0]["message"]
-    messages += [answer, {"role": "tool", "content": "go on", "tool_call_id": "c"}]
+    reply = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"model": "any", "messages": messages})
+    messages += [reply["choices"][0]["message"], {"role": "tool", "content": "go on", "tool_call_id": "c"}]
 if how == "fails":
     sys.exit("it is broken")
 if how.startswith("/"):
     pathlib.Path(how).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
 if how == "waits":
     import time; time.sleep(600)
-post("/../reward", {"reward": 0.5})
+post(os.environ["MILES_LIKE_REWARD_URL"], {"reward": 0.5})
 """
 
 
