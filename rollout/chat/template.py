@@ -78,7 +78,7 @@ class TemplateChat:
                 status=a.status,
                 tokens=self._tokens(kept, a.start, a.end),
             )
-            for a in (self._form.attempts(text, start, tools) if self._form else ())
+            for a in (self._form.attempts(text, start, [dict(t) for t in tools]) if self._form else ())
         ]
         content = text[start : self._form.begins(text, start)] if self._form and calls else text[start:]
         return Turn(

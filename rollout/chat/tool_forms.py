@@ -66,7 +66,8 @@ class ToolForm:
 
     def attempts(self, text: str, start: int, tools: Sequence[Json]) -> list[Attempt]:
         """All calls of a text from `start` on, malformed ones too, in order."""
-        pattern, out, at = re.compile(_PATTERNS[self.name], re.DOTALL), [], start
+        pattern, at = re.compile(_PATTERNS[self.name], re.DOTALL), start
+        out: list[Attempt] = []
         while (at := text.find(self.opens, at)) >= 0:
             if (match := pattern.match(text, at)) is None:
                 return [*out, Attempt("", None, text[at:], UNCLOSED, at, len(text))]

@@ -12,14 +12,13 @@ An agent gets a base URL and a key. The key is that of its session, and the URL 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -41,9 +40,10 @@ _START_S = 30.0
 
 
 class _Server(uvicorn.Server):
-    def capture_signals(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
         """The run handles signals."""
-        return contextlib.nullcontext()
+        yield
 
 
 class Recorder:

@@ -233,6 +233,13 @@ def test_a_template_that_changes_earlier_turns_is_refused() -> None:
     assert "reasoning" in str(chat("glm").refusal("user"))
 
 
+def test_without_the_library_the_template_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.chat.library.installed", lambda: False)
+    assert chat("qwen3", "auto").name == "template"
+    with refuses(ValueError, "rollout.renderer", "'qwen3'", "pip install 'miles-like[agents]'"):
+        chat("qwen3", "qwen3")
+
+
 def test_what_cannot_be_a_chat_is_refused() -> None:
     with refuses(ValueError, "rollout.renderer", "'qwen4'", "'qwen3'"):
         chat("qwen3", "qwen4")
