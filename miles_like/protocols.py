@@ -338,8 +338,8 @@ class RewardLog(Protocol):
 class EpisodeLog(Protocol):
     """Counts episodes that were in flight when the run was saved (miles_like.report.reward_calls)."""
 
-    def replay(self, *, anew: bool) -> None:
-        """Its environment was told its turns again; anew: one answer was another, from which it is played anew."""
+    def replay(self, *, again: bool) -> None:
+        """A new environment has got its turns. again: one answer was another, from which it is played again."""
 
 
 class MetricSink(Protocol):

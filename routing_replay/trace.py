@@ -170,7 +170,7 @@ class RoutingTrace:
         )
 
     def head(self, rows: int) -> RoutingTrace:
-        """The first rows of a sample, as a whole sample of its own."""
+        """The first rows of a sample, as those of a whole sample."""
         first = self.map_rows(lambda x: x[:rows])
         sums = layer_terms(self.layers) + layer_sums(first.experts, first.weights)
         spans = None if self.versions is None else [VersionSpan(v, a, min(b, rows)) for v, a, b in self.versions]

@@ -121,9 +121,9 @@ RULES = {
     "miles_like.device_table": "",
     "miles_like.timing.rates": "miles_like.device_table",
     "miles_like.batch": "routing_replay miles_like.types miles_like.records",
-    "miles_like.config.sections": "quant.spec megatron_bridge.config rollout.config rollout.server_url"
-    " miles_like.section miles_like.device_table miles_like.variables",
     "miles_like.config.sections.watched": "miles_like.section",
+    "miles_like.config.sections": "miles_like.config.sections.watched quant.spec megatron_bridge.config rollout.config"
+    " rollout.server_url miles_like.section miles_like.device_table miles_like.variables",
     "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts miles_like.limits"
     " miles_like.section miles_like.config.sections",
     "miles_like.config.foreign": "miles_like.limits miles_like.config",

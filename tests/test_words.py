@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BANNED = {
     r"\b(nobody|somebody|anybody|whoever)\b": "name the actor: the server, the user, no request",
-    r"\bwhom?\b": "name the actor, or use 'which' or 'that'",
+    r"(?<![.`\"])\bwhom?\b(?![`\"])": "name the actor, or use 'which' or 'that'",
     r"\b(said|told)\b": "reported, sent, configured, requested",
     r"\banew\b": "again, from the start",
     r"\bof (its|their|one's|his|your|a user's) own\b": "its own X, a separate X, a custom X",

@@ -1,4 +1,4 @@
-"""What the episodes of a step have cost: turns, tool calls, tokens by who wrote them, seconds of environments.
+"""What the episodes of a step have cost: turns, tool calls, tokens of the policy and of others, seconds.
 
 Letters: G samples a prompt.
 """

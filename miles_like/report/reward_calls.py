@@ -43,9 +43,9 @@ class RewardTally:
     def spend(self, tokens: int) -> None:
         self.tokens += tokens
 
-    def replay(self, *, anew: bool) -> None:
-        self.replayed += not anew
-        self.begun_anew += anew
+    def replay(self, *, again: bool) -> None:
+        self.replayed += not again
+        self.begun_anew += again
 
     def take(self) -> RewardTally:
         """What was counted since the last call; `waiting` stays."""

@@ -63,7 +63,7 @@ class CustomGenerate(EngineWrapper):
         return next((why for rows in episodes for s in rows if (why := self._problem_of(prompt, s))), None)
 
     def _problem_of(self, prompt: Prompt, s: Sample) -> str | None:
-        start = [] if s.row else list(prompt.token_ids)  # a further row may have a prompt of its own
+        start = [] if s.row else list(prompt.token_ids)  # a further row may have another prompt
         more = s.length - len(prompt.token_ids)
         if s.token_ids[: len(start)].tolist() != start or bool(s.loss_mask[: len(start)].any()):
             return f"sample {s.name} must begin with the prompt's tokens, with a loss mask of false"

@@ -1,8 +1,8 @@
 """Episodes of several turns: the policy and an environment take turns until the environment ends the episode.
 
 The environment's tokens are part of the sample and never loss tokens. Log-probs, routes and weight versions of each
-turn stay as they were sampled (`continue_sample`). A sample's spans say who wrote which tokens, and have the rewards
-and the seconds of the turns.
+turn stay as they were sampled (`continue_sample`). A sample's spans are the turns and the answers, with their rewards
+and their seconds.
 
 Letters: G samples a prompt.
 """
@@ -77,7 +77,7 @@ class Episodes(EngineWrapper):
     made with a seed derived from the sampling seed, the prompt and the sample's index. If that is the environment's
     only source of randomness, episodes are independent.
 
-    A sample that the engine returns with spans comes from a checkpoint: a new environment is told its turns again, and
+    A sample that the engine returns with spans comes from a checkpoint: a new environment gets its turns again, and
     the episode goes on where it was, or from the first answer that is another one.
     """
 
@@ -142,7 +142,7 @@ class Episodes(EngineWrapper):
             tokens, inner = ((), ()) if answer.ends else self._tokens(sample, answer)
             if kept is not None and not kept.repeats(turn, answer, tokens):
                 kept = None
-                self._count(anew=True)
+                self._count(again=True)
             used = sample.length + len(tokens) - len(prompt.token_ids)
             if answer.ends or turn == self._limits.max_turns or used >= self._limits.max_tokens:
                 sample = _answered(sample, answer, 0, seconds)
@@ -155,7 +155,7 @@ class Episodes(EngineWrapper):
                 sample = await self._engine.continue_sample(sample, tokens, params=limited)
             else:
                 sample, kept = await self._resumed(kept.sample, start, tokens, limited), None
-                self._count(anew=False)
+                self._count(again=False)
             seconds = self._clock() - began
         raise AssertionError("the last turn returns")
 
@@ -166,9 +166,9 @@ class Episodes(EngineWrapper):
         before = int(kept.loss_mask[:start].sum())
         return await self._resuming.resume(kept, params, sampled_before=before, environment=tokens)
 
-    def _count(self, *, anew: bool) -> None:
+    def _count(self, *, again: bool) -> None:
         if self._log is not None:
-            self._log.replay(anew=anew)
+            self._log.replay(again=again)
 
     def _turn_params(self, params: SamplingParams, used: int) -> SamplingParams:
         """`params` with the token limit of a turn that follows `used` tokens of the episode."""

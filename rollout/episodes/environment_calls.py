@@ -1,4 +1,4 @@
-"""Calls of a user's environment: made, asked and closed within time limits, their failures told apart.
+"""Calls of a user's environment: made, asked and closed within time limits; what each failure costs.
 
 An environment that does not answer in `environment_s`, or raises EnvironmentLost, costs one episode. Every other
 exception ends the run.

@@ -1,4 +1,4 @@
-"""An episode that a checkpoint has kept, for an environment that is made anew and told its turns again.
+"""An episode that a checkpoint has kept, for a new environment that gets its turns again.
 
 The sample has a span for each turn that was answered and for each answer. What follows is the turn in flight, which may
 be whole, aborted, or not begun: then the sample ends before the tokens of the last answer.

@@ -177,7 +177,7 @@ def test_a_run_killed_and_resumed_is_the_run_that_was_never_killed(runs: Runs, n
 
 
 def _were_replayed(where: Path, waiting: Mapping[str, SampleGroup]) -> None:
-    """Episodes were saved in their later turns, and a new environment was told the turns before them."""
+    """Episodes were saved in their later turns, and a new environment got the turns before them."""
     in_flight = [s for key, g in waiting.items() if key.startswith("partial/") for s in g.samples]
     assert any(s.spans for s in in_flight)
     rows = [json.loads(line) for line in (where / "killed" / "metrics.jsonl").read_text().splitlines()]

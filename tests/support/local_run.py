@@ -96,17 +96,17 @@ PLAYED = (  # episodes of several turns, of which some are in flight where a run
 
 
 class Slow:
-    """An environment that answers each turn by its seed and what it was told, and takes its time. Rewards every second
+    """An environment that answers each turn by its seed and its length, and takes its time. Rewards every second
     turn."""
 
     def __init__(self, prompt: Any, *, seed: int) -> None:
-        self.random, self.told = random.Random(seed), 0
+        self.random, self.heard = random.Random(seed), 0
 
     async def __call__(self, sample: Any, turn: str) -> Observation:
         await asyncio.sleep(0.05)
-        self.told += len(turn) + 1
-        reward = low_tokens(None, sample) if self.told % 2 else None
-        return Observation(text=f"{self.told + self.random.randrange(90)}=", reward=reward)
+        self.heard += len(turn) + 1
+        reward = low_tokens(None, sample) if self.heard % 2 else None
+        return Observation(text=f"{self.heard + self.random.randrange(90)}=", reward=reward)
 
 
 ROWED = (  # every second episode has two rows

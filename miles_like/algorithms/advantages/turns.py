@@ -1,4 +1,4 @@
-"""Credit of an episode's turns: each turn has an advantage of its own, from the rewards that follow it.
+"""Credit of an episode's turns: each turn has a separate advantage, from the rewards that follow it.
 
 Letters: G samples a prompt, S tokens a sample.
 """

@@ -1,6 +1,6 @@
 """An episode that was in flight when its run was saved is, after a resume, the episode that was never interrupted.
 
-Wherever it was cut: before an answer, within a turn, after it. A new environment is told the turns again. Not covered:
+Wherever it was cut: before an answer, within a turn, after it. A new environment gets the turns again. Not covered:
 the checkpoint and the process that is killed (tests/laws/test_kills.py).
 """
 
@@ -29,20 +29,20 @@ FIRST = len(PROMPT.token_ids)
 
 
 class Game:
-    """Answers by what it has been told so far and by its seed; rewards some turns. draw: of its random words."""
+    """Answers by the turns so far and by its seed; rewards some turns. draw: of its random words."""
 
-    told: list[str]
+    turns: list[str]
 
     def __init__(self, prompt: Prompt, *, seed: int, draw: str = "abc", last: str = "24") -> None:
-        self.told, self.random, self.draw, self.last = [], random.Random(seed), draw, last
+        self.turns, self.random, self.draw, self.last = [], random.Random(seed), draw, last
 
     def __call__(self, sample: Sample, turn: str) -> Observation:
         assert text_of(sample.token_ids[FIRST:].tolist()).endswith(turn) and sample.finish is Finish.STOP
-        self.told.append(turn)
-        reward = 0.25 if len(self.told) % 2 else None
+        self.turns.append(turn)
+        reward = 0.25 if len(self.turns) % 2 else None
         if turn == self.last:
             return Observation(ends=True, reward=reward)
-        return Observation(text=f"<{''.join(self.told)}{self.random.choice(self.draw)}>", reward=reward)
+        return Observation(text=f"<{''.join(self.turns)}{self.random.choice(self.draw)}>", reward=reward)
 
 
 class Noting(Talker):
@@ -122,7 +122,7 @@ def test_from_the_first_answer_that_is_another_the_episode_is_played_anew() -> N
 
         def __call__(self, sample: Sample, turn: str) -> Observation:
             answer = super().__call__(sample, turn)
-            return replace(answer, text="<!>") if len(self.told) == 2 else answer
+            return replace(answer, text="<!>") if len(self.turns) == 2 else answer
 
     log, talker = RewardTally(), Restored(state, left)
     found = played(talker, Other, log)

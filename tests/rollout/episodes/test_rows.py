@@ -117,7 +117,7 @@ def test_rows_that_cannot_be_trained_on_are_named(change: Callable[[Any], Any], 
 
 
 def test_equal_answers_that_were_sampled_each_for_itself_are_no_repetition() -> None:
-    """Retries of one prompt: the policy said "7" each time."""
+    """Retries of one prompt: the policy answered "7" each time."""
 
     async def retried(engine: RolloutEngine, prompt: Prompt, *, n: int, params: SamplingParams) -> Rows:
         (first,) = await engine.generate([prompt], n=n, params=params)

@@ -72,8 +72,8 @@ def tokens(groups: Sequence[SampleGroup], advantages: Any) -> list[list[float]]:
 @pytest.mark.parametrize("keys", [{}, {"kl_coefficient": 0.1, "kl_in": "reward"}], ids=["bare", "penalty"])
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_rows_have_the_advantage_of_their_episode(name: str, keys: dict[str, Any]) -> None:
-    """In parts as well. With a penalty, a token of reinforce_pp, ppo or remax has those of the later tokens of its own
-    row alone."""
+    """In parts as well. With a penalty, a token of reinforce_pp, ppo or remax has those of the later tokens of its row
+    alone."""
     if keys and name in ("maxrl", "reinforce_pp", "ppo", "remax"):
         return
     algorithm = make_algorithm(AlgorithmConfig(advantage=name, **keys), CorrectionConfig())
