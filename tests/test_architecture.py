@@ -79,9 +79,9 @@ RULES = {
     "rollout.publish.reshard": f"{CONTRACTS} quant rollout.server_key rollout.sglang rollout.wire rollout.publish",
     "rollout.publish.sources": f"{CONTRACTS} quant.registry rollout.publish rollout.sglang",
     # an endpoint that agents ask, and what they were answered
-    "rollout.recorder": f"{CONTRACTS} rollout.chat rollout.openai rollout.seeds",
+    "rollout.recorder": f"{CONTRACTS} rollout.chat rollout.openai rollout.seeds rollout.tool_config",
     "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds rollout.chat"
-    " rollout.recorder rollout.tool_config rollout.tools",
+    " rollout.recorder rollout.tools",
     "rollout.embedded.families": "",
     "rollout.embedded.device": "rollout.embedded.families",
     "rollout.embedded.cache": "rollout.embedded.device rollout.embedded.families",

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
+from miles_like.hf.checkpoint import generation_eos
 from miles_like.plugins import load
 from miles_like.protocols import EpisodeLog, GenerateFn, MakeEnvironment, RolloutEngine
+from rollout.chat.choose import AUTO, make_chat
 from rollout.chat.messages import Messages
 from rollout.chat.turns import Chat
 from rollout.config import RolloutConfig
-from rollout.episodes.agents import AgentEpisodes, AgentFn, load_agent
+from rollout.episodes.agents import AgentEpisodes
 from rollout.episodes.custom_generate import CustomGenerate
 from rollout.episodes.environment import EpisodeLimits, Episodes
-from rollout.episodes.messages import ChatEngine, make_messages
-from rollout.episodes.resuming import RESUMES, ResumingEngine
+from rollout.episodes.resuming import RESUMES, ChatEngine, ResumingEngine
 from rollout.prompts.source import Tokenizer
+from rollout.recorder.agents import AgentFn, load_agent
 from rollout.tools.environment import MakeToolEnvironment
 from rollout.tools.load import Tools, load_tools
 
@@ -146,3 +149,18 @@ def make_episode_runner(
             function=function, max_tokens=config.longest_answer, call_s=config.call_timeout_s, resumes=resumes
         )
     return SINGLE_TURN
+
+
+def make_messages(config: RolloutConfig, tokenizer: Any) -> Messages | None:
+    """The configured messages; None: environments answer with text. Raises ValueError for a renderer or tools that
+    cannot be used, and for a template that does not append the answers of tools."""
+    if config.renderer is None and not (config.tools.given or config.agent.given):
+        return None
+    full = getattr(tokenizer, "full", tokenizer)  # `LazyTokenizer` has one
+    directory = Path(str(getattr(full, "name_or_path", "")))
+    stops = (generation_eos(directory) if directory.is_dir() else None) or ()
+    specs = load_tools(config.tools).specs if config.tools.given else ()
+    messages = Messages(make_chat(config.renderer or AUTO, full, stops, calls=bool(specs)), specs)
+    if specs:
+        messages.check("tool")
+    return messages

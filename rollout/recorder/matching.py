@@ -18,22 +18,13 @@ Path = tuple[str, ...]  # normal forms of messages
 
 
 def normal(message: Mapping[str, Any]) -> str:
-    """A message's role, content and calls, in one spelling."""
+    """A message's role, content and calls, in one spelling. Arguments of calls are objects."""
     out: Json = {"role": message.get("role")}
     if content := str(message.get("content") or "").strip():
         out["content"] = content
     if calls := message.get("tool_calls"):
-        out["calls"] = [[call["function"]["name"], _parsed(call["function"].get("arguments"))] for call in calls]
+        out["calls"] = [[call["function"]["name"], call["function"].get("arguments") or {}] for call in calls]
     return json.dumps(out, sort_keys=True, ensure_ascii=False)
-
-
-def _parsed(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments or {}
-    try:
-        return json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
 
 
 @dataclass(slots=True, eq=False)

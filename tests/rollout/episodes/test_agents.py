@@ -82,10 +82,10 @@ def program(how: str, **more: Any) -> SampleGroup:
 async def two_rows(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> float:
     from openai import AsyncOpenAI
 
-    asked = AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key).chat.completions
-    for system in ("Be short.", "Be long."):
-        messages: Any = [{"role": "system", "content": system}, USER]
-        await asked.create(model="m", messages=messages)
+    async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key) as client:
+        for system in ("Be short.", "Be long."):
+            messages: Any = [{"role": "system", "content": system}, USER]
+            await client.chat.completions.create(model="m", messages=messages)
     return 0.75
 
 

@@ -67,30 +67,29 @@ def session(engine: Script, **how: Any) -> Session:
     return Session(**given | how)
 
 
-def recorded(one: Session, play: Callable[[str], Awaitable[Any]]) -> Any:
-    """The result of `play`, a client of the session's URL."""
+def recorded(one: Session, play: Callable[[str, AsyncOpenAI], Awaitable[Any]]) -> Any:
+    """The result of `play`, which gets the session's URL and a client of it."""
 
     async def run() -> Any:
         recorder = Recorder()
         try:
             async with recorder.session(one) as url:
-                return await play(url)
+                async with AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as openai:
+                    return await play(url, openai)
         finally:
             await recorder.close()
 
     return asyncio.run(run())
 
 
-def client(url: str) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
-
-
-async def agent(url: str, changed: Callable[[dict[str, Any]], dict[str, Any]] = lambda m: m) -> list[Any]:
+async def agent(
+    url: str, openai: AsyncOpenAI, changed: Callable[[dict[str, Any]], dict[str, Any]] = lambda m: m
+) -> list[Any]:
     """An agent as others write it: it knows messages alone. changed: what it makes of an answer."""
     messages: list[Any] = [USER]
     toolset, _ = load_tools(TOOLS).for_episode()
     while True:
-        reply = await client(url).chat.completions.create(model="policy", messages=messages, tools=specs())  # type: ignore[call-overload]
+        reply = await openai.chat.completions.create(model="policy", messages=messages, tools=specs())  # type: ignore[call-overload]
         answer = reply.choices[0].message
         messages.append(changed(answer.model_dump(exclude_none=True)))
         if not answer.tool_calls:
@@ -146,7 +145,7 @@ def spelled_otherwise(message: dict[str, Any]) -> dict[str, Any]:
 def test_a_history_in_another_spelling_is_the_same_row() -> None:
     one, other = session(Script(*LINES)), session(Script(*LINES))
     recorded(one, agent)
-    recorded(other, lambda url: agent(url, spelled_otherwise))
+    recorded(other, lambda url, openai: agent(url, openai, spelled_otherwise))
     assert len(other.rows) == 1 and not other.counts["false_forks"]
     assert same(one.rows[0], other.rows[0])
 
@@ -156,8 +155,8 @@ def test_each_sampled_token_is_under_loss_once() -> None:
     another's has it as context."""
     one = session(Script(*LINES))
 
-    async def play(url: str) -> None:
-        asked = client(url).chat.completions
+    async def play(url: str, openai: AsyncOpenAI) -> None:
+        asked = openai.chat.completions
         first = (await asked.create(model="m", messages=[USER], tools=specs())).choices[0].message  # type: ignore[call-overload]
         history = [USER, first.model_dump(exclude_none=True), {"role": "tool", "content": "5", "tool_call_id": "x"}]
         await asked.create(model="m", messages=history, tools=specs())  # type: ignore[call-overload]
@@ -181,8 +180,8 @@ def test_each_sampled_token_is_under_loss_once() -> None:
 
 
 def test_the_stream_has_what_the_whole_reply_has() -> None:
-    async def play(url: str) -> tuple[Any, list[Any]]:
-        asked = client(url).chat.completions
+    async def play(url: str, openai: AsyncOpenAI) -> tuple[Any, list[Any]]:
+        asked = openai.chat.completions
         whole = await asked.create(
             model="m",
             messages=[USER],
@@ -210,13 +209,13 @@ def test_the_stream_has_what_the_whole_reply_has() -> None:
 def test_responses_and_anthropic_messages_are_the_same_episode() -> None:
     """Each API in its client's loop of three turns gives the row of a chat's."""
 
-    async def responses(url: str) -> list[str]:
+    async def responses(url: str, openai: AsyncOpenAI) -> list[str]:
         items: list[Any] = [{"role": "user", "content": "2+3?"}]
         tools: Any = [{"type": "function", **spec["function"], "strict": None} for spec in specs()]
         kinds: list[str] = []
         for results in (["5"], ["6", "1"], []):
             events = []
-            async for e in await client(url).responses.create(model="m", input=items, tools=tools, stream=True):
+            async for e in await openai.responses.create(model="m", input=items, tools=tools, stream=True):
                 events.append(e)
             done = events[-1].response
             assert [e.sequence_number for e in events] == list(range(len(events)))
@@ -228,7 +227,7 @@ def test_responses_and_anthropic_messages_are_the_same_episode() -> None:
             ]
         return kinds
 
-    async def anthropic(url: str) -> list[str]:
+    async def anthropic(url: str, openai: AsyncOpenAI) -> list[str]:
         messages: list[Any] = [{"role": "user", "content": "2+3?"}]
         tools = [
             {
@@ -268,7 +267,7 @@ def test_responses_and_anthropic_messages_are_the_same_episode() -> None:
 
 
 def test_the_token_endpoint_goes_on_in_a_row() -> None:
-    async def play(url: str) -> list[Mapping[str, Any]]:
+    async def play(url: str, openai: AsyncOpenAI) -> list[Mapping[str, Any]]:
         out = []
         ids = list(prompt().token_ids)
         async with httpx.AsyncClient(headers={"authorization": "Bearer k"}) as http:
@@ -308,7 +307,7 @@ def test_the_token_endpoint_goes_on_in_a_row() -> None:
 def test_what_cannot_be_recorded_is_refused(
     path: str, key: str, body: dict[str, Any], status: int, facts: tuple[Any, ...]
 ) -> None:
-    async def play(url: str) -> httpx.Response:
+    async def play(url: str, openai: AsyncOpenAI) -> httpx.Response:
         async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as http:
             return await http.post(f"{url}{path}", json=body)
 
@@ -320,8 +319,8 @@ def test_what_cannot_be_recorded_is_refused(
 def test_a_conversation_that_is_too_long_is_refused_as_openai_does() -> None:
     one = session(Script(*LINES), most_tokens=len(prompt().token_ids))
 
-    async def play(url: str) -> None:
-        await client(url).chat.completions.create(model="m", messages=[USER], tools=specs())  # type: ignore[call-overload]
+    async def play(url: str, openai: AsyncOpenAI) -> None:
+        await openai.chat.completions.create(model="m", messages=[USER], tools=specs())  # type: ignore[call-overload]
 
     with pytest.raises(APIStatusError) as raised:
         recorded(one, play)

@@ -6,6 +6,7 @@ Not covered: an engine that samples (tests/e2e/test_tools.py).
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rollout.config import RolloutConfig
 from rollout.episodes.runner import make_episode_runner
 from rollout.tool_config import ToolConfig
 from rollout.tools.load import prompting
-from tests.support.chat_templates import tokenizer
+from tests.support.chat_templates import end_ids, tokenizer
 from tests.support.refusals import refuses
 from tests.support.scripted import Script
 
@@ -25,9 +26,7 @@ HERE = Path(__file__)
 TOOLS = ToolConfig(functions=(f"{HERE}:add", f"{HERE}:divide"))
 CONFIG = RolloutConfig(tools=TOOLS, max_turns=4, max_new_tokens=200, max_episode_tokens=2000)
 END = "<|im_end|>"
-PARAMS = SamplingParams(
-    max_new_tokens=200, sampling_seed=5, stop_token_ids=(tokenizer("qwen3").convert_tokens_to_ids(END),)
-)
+PARAMS = SamplingParams(max_new_tokens=200, sampling_seed=5)  # the chat knows the end of a turn
 
 
 def add(a: int, b: int) -> int:
@@ -48,9 +47,9 @@ def prompt(config: RolloutConfig = CONFIG) -> Prompt:
     return Prompt(id="p", token_ids=ids, answer="5", text=text)
 
 
-def played(engine: Script, config: RolloutConfig = CONFIG, n: int = 1) -> list[Sample]:
-    runner = make_episode_runner(config, tokenizer("qwen3"), timed=False)
-    (group,) = asyncio.run(runner.wrap(engine).generate([prompt(config)], n=n, params=PARAMS))
+def played(engine: Script, config: RolloutConfig = CONFIG, n: int = 1, stops: tuple[int, ...] = ()) -> list[Sample]:
+    runner, params = make_episode_runner(config, tokenizer("qwen3"), timed=False), replace(PARAMS, stop_token_ids=stops)
+    (group,) = asyncio.run(runner.wrap(engine).generate([prompt(config)], n=n, params=params))
     return list(group.samples)
 
 
@@ -130,7 +129,7 @@ def test_an_environment_of_one_s_own_answers_with_messages() -> None:
         played(engine, chatty)
     silent = RolloutConfig(environment=f"{HERE}:Chatty", **common)
     with refuses(ValueError, "p/0", "rollout.renderer"):
-        played(Script("a" + END), silent)
+        played(Script("a" + END), silent, stops=end_ids("qwen3"))
 
 
 class Chatty:
