@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from miles_like.section import Section
 from miles_like.variables import read_variables
+from rollout.tool_config import AgentConfig, ToolConfig
 
 # the attention backends of SGLang 0.5.23 for NVIDIA GPUs that have deterministic kernels
 DETERMINISTIC_ATTENTION = ("fa3", "fa4", "flashinfer", "triton")
@@ -169,6 +170,10 @@ class RolloutConfig(Section):
     port: int | None = Field(None, ge=1, le=65535)
     environment: str | None = None  # import path (docs/extending.md) of an environment for episodes of several turns
     generate: str | None = None  # import path of a function that generates the samples of a prompt
+    # how messages of an environment become tokens (docs/tools.md). "template": by the tokenizer's chat template; a name
+    # of the library renderers: by that; "auto": by the library where it writes what the template does, else "template".
+    # None: "auto" with `tools`; an environment answers with text
+    renderer: str | None = None
     # largest number of policy turns in an episode, each of up to max_new_tokens
     max_turns: int | None = Field(None, ge=1)
     # token limit after the prompt, environment's tokens included; None: max_new_tokens
@@ -179,6 +184,8 @@ class RolloutConfig(Section):
     environment_timeout_s: float | None = Field(None, gt=0)
     # seconds from the end of its first turn after which an episode is discarded; None: no limit
     episode_timeout_s: float | None = Field(None, gt=0)
+    tools: ToolConfig = ToolConfig()
+    agent: AgentConfig = AgentConfig()
     embedded: EmbeddedFlags = EmbeddedFlags()
     sglang: SGLangFlags = SGLangFlags()
     vllm: VLLMFlags = VLLMFlags()
@@ -199,7 +206,24 @@ class RolloutConfig(Section):
     @property
     def has_episode_runner(self) -> bool:
         """Whether an environment or a generate function makes the samples. It may also set their rewards."""
-        return bool(self.environment or self.generate)
+        return bool(self.turns_with or self.plays_itself)
+
+    @property
+    def plays_itself(self) -> bool:
+        """Whether a function or an agent makes the samples by its own calls, so that none goes on after a resume."""
+        return bool(self.generate or self.agent.given)
+
+    @property
+    def turns_with(self) -> str | None:
+        """The key of what the policy takes turns with; None: it answers once, or a generate function runs its turns."""
+        if self.environment is not None:
+            return f"rollout.environment = {self.environment!r}"
+        return "rollout.tools" if self.tools.given else None
+
+    @property
+    def episode_key(self) -> str:
+        """The key of what makes the samples."""
+        return (self.turns_with or ("rollout.agent" if self.agent.given else "rollout.generate")).split(" ")[0]
 
     @property
     def turns(self) -> int:
@@ -281,22 +305,40 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def episodes_have_limits(self) -> RolloutConfig:
-        if self.environment and self.generate:
+        if self.environment and self.tools.given:
             raise ValueError(
-                f"rollout.environment = {self.environment!r} and rollout.generate = {self.generate!r}: a generate "
-                "function runs its own turns; remove one of the two"
+                f"rollout.environment = {self.environment!r} and rollout.tools: an environment calls its own tools; "
+                "remove one of the two"
+            )
+        if self.turns_with and self.generate:
+            raise ValueError(
+                f"{self.turns_with} and rollout.generate = {self.generate!r}: a generate function runs its own turns; "
+                "remove one of the two"
+            )
+        if self.agent.given and (
+            other := self.turns_with or (self.generate and f"rollout.generate = {self.generate!r}")
+        ):
+            raise ValueError(f"rollout.agent and {other}: an agent plays its own turns; remove one of the two")
+        if self.agent.given and self.max_episode_tokens is None:
+            raise ValueError("rollout.agent needs rollout.max_episode_tokens: set it")
+        if self.renderer is not None and not (self.turns_with or self.agent.given):
+            raise ValueError(
+                f"rollout.renderer = {self.renderer!r} has no effect without rollout.environment, rollout.tools or "
+                "rollout.agent: remove it"
             )
         limits = {"max_turns": self.max_turns, "max_episode_tokens": self.max_episode_tokens}
         for key, value in limits.items():
-            if self.environment and value is None:
-                raise ValueError(f"rollout.environment = {self.environment!r} needs rollout.{key}: set it")
-            if value is not None and not (self.environment or (self.generate and key == "max_episode_tokens")):
-                raise ValueError(f"rollout.{key} = {value} has no effect without rollout.environment: remove it")
-        for key in ("environment_timeout_s", "episode_timeout_s"):
-            if (seconds := getattr(self, key)) is not None and not self.environment:
+            if self.turns_with and value is None:
+                raise ValueError(f"{self.turns_with} needs rollout.{key}: set it")
+            if value is not None and not (self.turns_with or (self.plays_itself and key == "max_episode_tokens")):
                 raise ValueError(
-                    f"rollout.{key} = {seconds:g} has no effect without rollout.environment: remove it; "
-                    "rollout.call_timeout_s limits a generate function"
+                    f"rollout.{key} = {value} has no effect without rollout.environment or rollout.tools: remove it"
+                )
+        for key in ("environment_timeout_s", "episode_timeout_s"):
+            if (seconds := getattr(self, key)) is not None and not self.turns_with:
+                raise ValueError(
+                    f"rollout.{key} = {seconds:g} has no effect without rollout.environment or rollout.tools: remove "
+                    "it; rollout.call_timeout_s limits a generate function"
                 )
         if self.max_episode_tokens is not None and self.max_episode_tokens < self.max_new_tokens:
             raise ValueError(

@@ -50,7 +50,8 @@ RULES = {
     "miles_like.plugins": "miles_like.limits",
     "miles_like.hf": "quant.hf_config miles_like.limits miles_like.types",
     # rollout
-    "rollout.config": "miles_like.section miles_like.variables",
+    "rollout.tool_config": "miles_like.section miles_like.variables",
+    "rollout.config": "miles_like.section miles_like.variables rollout.tool_config",
     "rollout.server_url": "",
     "rollout.concurrency": "",
     "rollout.seeds": "",
@@ -60,6 +61,12 @@ RULES = {
     "rollout.vllm_command": "rollout.config",
     "rollout.guard": "rollout.server_key miles_like.limits miles_like.variables",
     "rollout.prompts": "miles_like.section miles_like.types",
+    # messages as token ids; the engine's /v1 and the episodes of a run share it
+    "rollout.chat": "miles_like.types",
+    # OpenAI's API: the engine's /v1 and the recorder have the same bodies
+    "rollout.openai": "miles_like.types rollout.wire",
+    "rollout.tools": "miles_like.limits miles_like.plugins miles_like.types miles_like.variables rollout.chat"
+    " rollout.tool_config",
     "rollout.sglang": f"{CONTRACTS} quant routing_replay rollout.config rollout.concurrency rollout.seeds"
     " rollout.guard rollout.server_key rollout.server_url rollout.vllm_command rollout.wire",
     "rollout.sglang.hooks": "",
@@ -71,7 +78,10 @@ RULES = {
     " rollout.wire",
     "rollout.publish.reshard": f"{CONTRACTS} quant rollout.server_key rollout.sglang rollout.wire rollout.publish",
     "rollout.publish.sources": f"{CONTRACTS} quant.registry rollout.publish rollout.sglang",
-    "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds",
+    # an endpoint that agents ask, and what they were answered
+    "rollout.recorder": f"{CONTRACTS} rollout.chat rollout.openai rollout.seeds rollout.tool_config",
+    "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds rollout.chat"
+    " rollout.recorder rollout.tools",
     "rollout.embedded.families": "",
     "rollout.embedded.device": "rollout.embedded.families",
     "rollout.embedded.cache": "rollout.embedded.device rollout.embedded.families",
@@ -83,9 +93,10 @@ RULES = {
     " rollout.embedded.kernels rollout.embedded.model rollout.wire",
     "rollout.embedded.ranks": "miles_like.hf quant rollout.embedded.cache rollout.embedded.model"
     " rollout.embedded.updates rollout.wire",
-    "rollout.embedded.openai": "miles_like.hf miles_like.limits miles_like.types rollout.embedded.engine rollout.wire",
-    "rollout.embedded.server": f"{CONTRACTS} quant.hf_config rollout.config rollout.server_key rollout.wire"
-    " rollout.embedded",
+    "rollout.embedded.openai": "miles_like.hf miles_like.limits miles_like.types rollout.chat rollout.embedded.engine"
+    " rollout.openai rollout.wire",
+    "rollout.embedded.server": f"{CONTRACTS} quant.hf_config rollout.config rollout.openai rollout.server_key"
+    " rollout.wire rollout.embedded",
     # megatron_bridge
     "megatron_bridge.config": "quant.spec miles_like.section",
     "megatron_bridge.families": "",
@@ -200,7 +211,8 @@ RULES = {
     " miles_like.planning.memory miles_like.device_table",
     "miles_like.layout_search": "quant.spec megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
     " miles_like.config miles_like.planning miles_like.device_table miles_like.timing.rates miles_like.timing",
-    "miles_like.preflight": f"{CONTRACTS} rollout.config rollout.episodes rollout.prompts miles_like.algorithms"
+    "miles_like.preflight": f"{CONTRACTS} rollout.config rollout.episodes rollout.prompts rollout.tools"
+    " miles_like.algorithms"
     " miles_like.check_results miles_like.cluster miles_like.config miles_like.doctor miles_like.nodes"
     " miles_like.pipeline miles_like.planning miles_like.rewards miles_like.staging miles_like.supervised"
     " miles_like.device_table",
@@ -265,6 +277,7 @@ TORCH_FREE = (  # and all that they import
     "quant.spec",
     "rollout.config",
     "rollout.prompts.config",
+    "rollout.tool_config",
     "rollout.server_url",
 )
 SEE_THE_WHOLE_CONFIGURATION = (

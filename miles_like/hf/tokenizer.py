@@ -57,28 +57,24 @@ class LazyTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._fast is None:
-            ids: list[int] = self._full.encode(text, add_special_tokens=add_special_tokens)
+            ids: list[int] = self.full.encode(text, add_special_tokens=add_special_tokens)
         else:
             ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        tokenizer = self._full if self._fast is None else self._fast
+        tokenizer = self.full if self._fast is None else self._fast
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any:
-        return self._full.apply_chat_template(
-            conversation, tokenize=tokenize, add_generation_prompt=add_generation_prompt
-        )
+    def apply_chat_template(self, conversation: list[dict[str, str]], **how: Any) -> Any:
+        return self.full.apply_chat_template(conversation, **how)
 
     @property
     def eos_token_id(self) -> int | None:
         token = self._config.get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if self._fast is None or not isinstance(token, str):
-            eos: int | None = self._full.eos_token_id
+            eos: int | None = self.full.eos_token_id
             return eos
         found: int | None = self._fast.token_to_id(token)
         return found
@@ -105,5 +101,6 @@ class LazyTokenizer:
             raise ValueError(f"{file} is not a tokenizer: {e}") from e
 
     @cached_property
-    def _full(self) -> PreTrainedTokenizerBase:
+    def full(self) -> PreTrainedTokenizerBase:
+        """As transformers loads it."""
         return load_tokenizer(self._directory)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles_like.check_results import CheckResult, NotCheckedError, Outcome, run_check
 from miles_like.config.run import RunConfig
@@ -109,6 +109,12 @@ class Preflight:
         """The model's; before it is fetched, a stand-in."""
         return CharacterTokenizer() if self.tokenizer_dir is None else LazyTokenizer(self.tokenizer_dir)
 
+    def _prompting(self) -> Any:
+        """The tokenizer with which prompts describe the tools. Raises ValueError as `load_tools`."""
+        from rollout.tools.load import prompting
+
+        return prompting(self.tokenizer, self.config.rollout.tools)
+
     # the model
 
     def _model(self) -> list[CheckResult]:
@@ -187,7 +193,8 @@ class Preflight:
     ) -> None:
         from rollout.prompts.source import Source
 
-        source = Source(data, self.tokenizer, path, name=name, weight=1.0, seed=0, compared_by=compared_by, limit=ROWS)
+        tokenizer = self.tokenizer if self.tokenizer_dir is None else self._prompting()
+        source = Source(data, tokenizer, path, name=name, weight=1.0, seed=0, compared_by=compared_by, limit=ROWS)
         self.prompts += source.prompts
         self.trained += source.prompts if trained else ()
 
@@ -269,7 +276,7 @@ class Preflight:
         yield run_check("algorithm.advantage and algorithm.loss", self._algorithm)
         yield run_check("algorithm.filter", self._filter)
         if c.rollout.has_episode_runner:
-            yield run_check(f"rollout.{'environment' if c.rollout.environment else 'generate'}", self._episode)
+            yield run_check(c.rollout.episode_key, self._episode)
 
     def _algorithm(self) -> None:
         from miles_like.algorithms.distillation import with_teachers
@@ -301,7 +308,14 @@ class Preflight:
     def _episode(self) -> None:
         from rollout.episodes.runner import make_episode_runner
 
-        make_episode_runner(self.config.rollout, self.tokenizer)
+        c = self.config.rollout
+        if self.tokenizer_dir is None and (c.tools.given or c.agent.given or c.renderer is not None):
+            if c.tools.given:
+                self._prompting()
+            raise NotCheckedError("it was not called: the model's chat template is not fetched yet")
+        make_episode_runner(c, self.tokenizer)
+        if c.agent.given:
+            raise NotCheckedError("it was loaded, but not called: an agent may take minutes, and act outside")
         self._trial().episode(self.config.rollout, self.tokenizer, self._row())
 
     # teachers

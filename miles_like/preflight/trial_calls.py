@@ -109,7 +109,7 @@ class Trial:
     def episode(self, config: RolloutConfig, tokenizer: Tokenizer, prompt: Prompt) -> None:
         """Run one episode of the environment, or call the generate function once, with an engine whose response to
         every prompt is its row's answer."""
-        what = "rollout.environment" if config.environment else "rollout.generate"
+        what = config.episode_key
         engine: RolloutEngine = make_episode_runner(config, tokenizer).wrap(_AnswerEngine(tokenizer))
         params = SamplingParams(max_new_tokens=config.max_new_tokens, sampling_seed=0)
 

@@ -39,6 +39,7 @@ from rollout.server_key import ServerKey
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.servers import ServerLaunch
 from rollout.sglang.startup import launch_server
+from rollout.tools.load import prompting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +177,9 @@ class EvalAlone:
         self.tokenizer = run_tokenizer(hf_dir)
         self.rewards = Rewards(config.reward)
         sets = config.eval.all_sets(config.data.eval)
-        self.sets: list[HeldOut] = held_out(sets, config.data, self.tokenizer, self.rewards)
+        self.sets: list[HeldOut] = held_out(
+            sets, config.data, prompting(self.tokenizer, config.rollout.tools), self.rewards
+        )
         self.runner = make_episode_runner(config.rollout, self.tokenizer, timed=not config.alignment.deterministic)
         self.search = None if search is None else self._search(search)
 

@@ -202,7 +202,7 @@ class TrainingRun(RunWithServers):
             clients = [self.rollout.client(url) for url in urls]
             pool = EnginePool(clients, serving)
             # the state of a user's generate function is not saved: it begins again after a resume
-            unfinished = PartialRollouts(pool, keep_groups=c.rollout.generate is None)
+            unfinished = PartialRollouts(pool, keep_groups=not c.rollout.plays_itself)
             engine = answering(self.runner, unfinished, self.algorithm, self.prompts.calls)
             closing.push_async_callback(engine.close)
             if (workers := await self.workers()) is not None:

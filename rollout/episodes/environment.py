@@ -32,6 +32,7 @@ from miles_like.types import (
     Span,
     Unscored,
 )
+from rollout.chat.messages import outcomes
 from rollout.concurrency import all_or_first_error
 from rollout.episodes.environment_calls import EnvironmentCalls, reason_of
 from rollout.episodes.groups import with_outcomes
@@ -64,8 +65,8 @@ class ChatFormat(Protocol):
         """The tokens that follow the last turn of `sample` for `messages`, up to where the policy's next turn begins,
         and what is in them."""
 
-    def parse(self, turn: Sequence[int]) -> Sequence[Span]:
-        """What is in a turn of the policy: reasoning, tool calls."""
+    def parse(self, sample: Sample) -> Sequence[Span]:
+        """What is in the last turn of `sample`: reasoning, tool calls."""
 
 
 class Episodes(EngineWrapper):
@@ -180,7 +181,7 @@ class Episodes(EngineWrapper):
         if self._chat is None:
             raise ValueError(
                 f"the environment of sample {sample.name} answered with {len(answer.messages)} messages, and no chat "
-                "format is known that gives them token ids: return text or token_ids"
+                "format is known that gives them token ids: set rollout.renderer = 'auto', or return text or token_ids"
             )
         return self._chat.render(sample, answer.messages)
 
@@ -188,14 +189,14 @@ class Episodes(EngineWrapper):
         """With the spans of the policy's turn from `start` on."""
         status = "" if sample.finish is Finish.STOP else sample.finish.value
         turn = Span(who=POLICY, start=start, end=sample.length, status=status, seconds=seconds)
-        inner = () if self._chat is None else _moved(self._chat.parse(sample.token_ids[start:].tolist()), start)
+        inner = () if self._chat is None else _moved(self._chat.parse(sample), start)
         return dataclasses.replace(sample, spans=(*sample.spans, turn, *inner))
 
 
 def _answered(sample: Sample, answer: Observation, tokens: int, seconds: float, inner: Sequence[Span] = ()) -> Sample:
     """With the reward of the last turn and the span of its answer, whose `tokens` follow."""
     at = max(i for i, s in enumerate(sample.spans) if s.who == POLICY and s.what == "turn")
-    spans = list(sample.spans)
+    spans = [*sample.spans[: at + 1], *outcomes(sample.spans[at + 1 :], answer.messages)]
     spans[at] = dataclasses.replace(spans[at], reward=answer.reward)
     end = sample.length
     spans.append(Span(who=ENVIRONMENT, start=end, end=end + tokens, seconds=seconds))

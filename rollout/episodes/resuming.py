@@ -7,7 +7,7 @@ uninterrupted sample.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from miles_like.protocols import RolloutEngine
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams
@@ -84,6 +84,44 @@ class ResumingEngine(EngineWrapper):
             sampled_before=sampled_before,
             environment=environment,
         )
+
+
+class ChatEngine(ResumingEngine):
+    """A ResumingEngine whose samples end at a chat model's turn ends too, which may be other tokens than the end of its
+    text. close_tools: called when the engine is closed."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        resumes: int,
+        stop_token_ids: Sequence[int],
+        close_tools: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        super().__init__(engine, resumes)
+        self._stops, self._close_tools = tuple(stop_token_ids), close_tools
+
+    async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
+        return await super().generate(prompts, n=n, params=self._params(params))
+
+    async def continue_sample(
+        self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
+    ) -> Sample:
+        return await super().continue_sample(sample, environment, params=self._params(params))
+
+    async def resume(
+        self, sample: Sample, params: SamplingParams, *, sampled_before: int = 0, environment: Sequence[int] = ()
+    ) -> Sample:
+        more = self._params(params)
+        return await super().resume(sample, more, sampled_before=sampled_before, environment=environment)
+
+    async def close(self) -> None:
+        if self._close_tools is not None:
+            await self._close_tools()
+        await super().close()
+
+    def _params(self, params: SamplingParams) -> SamplingParams:
+        stops = tuple(dict.fromkeys((*params.stop_token_ids, *self._stops)))
+        return dataclasses.replace(params, stop_token_ids=stops)
 
 
 async def resume_until_ended(

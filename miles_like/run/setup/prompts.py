@@ -14,6 +14,7 @@ from miles_like.rewards.load import OUTAGE_S, Rewards
 from miles_like.run.setup.model_plan import ModelPlan
 from rollout.prompts.contamination import decontaminate
 from rollout.prompts.mix import PromptSource
+from rollout.tools.load import prompting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +28,15 @@ class Prompts:
 
 
 def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
-    """Reads the training prompts and held-out sets and makes the rewards. Raises ValueError naming file and row, or the
-    reward."""
+    """Reads the training prompts and held-out sets and makes the rewards. Raises ValueError naming file and row, the
+    reward, or the tools."""
     c = plan.config
     calls = RewardTally()
     rewards = Rewards(c.reward, outage_s=OUTAGE_S, log=calls)
     check_over_sampling(c, rewards(None))
-    source = PromptSource(c.data, plan.tokenizer, seed=c.seed, compared_by=rewards(None).compares)
-    held = held_out(c.eval_sets, c.data, plan.tokenizer, rewards)
+    tokenizer = prompting(plan.tokenizer, c.rollout.tools)
+    source = PromptSource(c.data, tokenizer, seed=c.seed, compared_by=rewards(None).compares)
+    held = held_out(c.eval_sets, c.data, tokenizer, rewards)
     shared = decontaminate(source, {h.config.name: h.prompts for h in held}, c.data.decontaminate)
     for sentence in (*source.notes, *shared):
         console.print(f"{'':12}{sentence}", markup=False, soft_wrap=True)

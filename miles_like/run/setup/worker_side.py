@@ -106,7 +106,7 @@ class WorkerRecipe:
             serving = Serving(self.everywhere, limit_s=self.config.cluster.timeout_s)
             of_run = list(self.everywhere)
         pool = EnginePool([rollout.client(url) for url in of_run], serving, near=urls)
-        partial = PartialRollouts(pool, keep_groups=self.config.rollout.generate is None)
+        partial = PartialRollouts(pool, keep_groups=not self.config.rollout.plays_itself)
         runner, algorithm = rollout.episode_runner(), run_algorithm(self.config)
         engine = answering(runner, partial, algorithm, calls)
         answered = EnginePool([rollout.client(url, routing=False) for url in of_run], serving, near=urls)

@@ -1,4 +1,4 @@
-"""Replies of /v1/models, /v1/completions and /v1/chat/completions, whole and as chunks of a stream."""
+"""Replies of /v1/completions and /v1/chat/completions, whole and as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -6,36 +6,11 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import orjson
-
+from rollout.chat.tool_forms import Json, ToolCall, ToolForm
 from rollout.embedded.openai.detokenize import Vocabulary
 from rollout.embedded.openai.sample_text import Piece, TextToken
-from rollout.embedded.openai.tool_calls import Json, ToolCall, ToolForm
-
-DONE = b"data: [DONE]\n\n"
-
-
-def models_json(name: str, path: str, context_length: int, created: float) -> Json:
-    return {"object": "list", "data": [model_json(name, path, context_length, created)]}
-
-
-def model_json(name: str, path: str, context_length: int, created: float) -> Json:
-    """root and max_model_len: as SGLang 0.5.23 and vLLM have them beside OpenAI's keys."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(created),
-        "owned_by": "miles-like",
-        "root": path,
-        "max_model_len": context_length,
-    }
-
-
-def event(body: Json) -> bytes:
-    """A server-sent event."""
-    return b"data: " + orjson.dumps(body) + b"\n\n"
+from rollout.openai.frames import called, frame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +55,7 @@ class Replies:
         return self._frame("chat.completion.chunk" if self.chat else "text_completion", [choice])
 
     def _frame(self, kind: str, choices: list[Json]) -> Json:
-        prefix = "chatcmpl" if self.chat else "cmpl"
-        return {
-            "id": f"{prefix}-{self.id}",
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
+        return frame(kind, choices, model=self.model, number=self.id, created=self.created)
 
     def _choice(self, i: int, piece: Piece) -> Json:
         text, calls, finish = self._content(piece)
@@ -106,14 +74,7 @@ class Replies:
             calls = self.form.parse(piece.calls, self.tools)
         if not calls:
             return piece.text + piece.calls, [], piece.finish
-        found = [
-            {
-                "id": f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": c.name, "arguments": c.arguments},
-            }
-            for c in calls
-        ]
+        found = [called(c.name, c.arguments) for c in calls]
         return piece.text, found, "tool_calls" if piece.finish == "stop" else piece.finish
 
     def _logprobs(self, tokens: Sequence[TextToken]) -> Json | None:
@@ -143,17 +104,6 @@ class Replies:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
-
-
-def usage_json(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> Json:
-    out: dict[str, Any] = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-    if cached_tokens is not None:
-        out["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
-    return out
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:

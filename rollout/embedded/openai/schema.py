@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.embedded.openai.requests import IGNORED, ChatBody, CompletionBody, SamplingBody
+from rollout.openai.requests import IGNORED, ChatBody, CompletionBody, SamplingBody
 from rollout.wire import endpoints
 
 Json = dict[str, Any]

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from rollout.embedded.openai.errors import error_json
+from rollout.openai.errors import error_json
 from rollout.server_key import VARIABLE, ServerKey, is_sampling
 from rollout.wire import endpoints
 

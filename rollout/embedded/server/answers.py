@@ -12,7 +12,7 @@ import orjson
 from fastapi import Request
 from fastapi.responses import Response
 
-from rollout.embedded.openai.errors import error_json
+from rollout.openai.errors import error_json
 from rollout.wire.replies import Json
 
 INLINE = 32 << 10  # bytes of a request, or tokens of a reply, up to which the event loop does the work itself

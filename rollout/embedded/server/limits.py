@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from rollout.embedded.openai.errors import error_json
+from rollout.openai.errors import error_json
 from rollout.wire.bodies import MIB
 from rollout.wire.endpoints import PLAN_SLICES, UPDATE_FROM_DISTRIBUTED, UPDATE_FROM_TENSOR
 

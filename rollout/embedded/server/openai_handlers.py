@@ -19,17 +19,19 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from rollout.embedded.engine.requests import Completed, PromptSpec
-from rollout.embedded.openai.chat import ChatTemplate, check_tools
+from rollout.embedded.openai.chat import ChatTemplate
 from rollout.embedded.openai.detokenize import Vocabulary
-from rollout.embedded.openai.errors import BadRequest, error_json, openai_error
-from rollout.embedded.openai.replies import DONE, Replies, event, model_json, models_json, usage_json
-from rollout.embedded.openai.requests import ChatBody, CompletionBody, SamplingBody, read
+from rollout.embedded.openai.replies import Replies
 from rollout.embedded.openai.sample_text import Piece
 from rollout.embedded.openai.text import Text
 from rollout.embedded.openai.watched import WatchedTexts
 from rollout.embedded.server.answers import beside, json_body, json_reply
 from rollout.embedded.server.limits import Refused, RequestLimits
 from rollout.embedded.server.worker import EngineStopped, EngineWorker, Generation
+from rollout.openai.errors import BadRequest, error_json, openai_error
+from rollout.openai.frames import DONE, event, model_json, models_json, usage_json
+from rollout.openai.messages import check_tools
+from rollout.openai.requests import ChatBody, CompletionBody, SamplingBody, read
 
 _log = logging.getLogger("uvicorn.error")
 _Handler = Callable[[Request], Awaitable[Response]]

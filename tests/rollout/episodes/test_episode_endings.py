@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from miles_like.types import ENVIRONMENT, POLICY, EnvironmentLost, Observation, Prompt, Sample, Span
+from rollout.chat.positions import last_turn
 from rollout.episodes.environment import EpisodeLimits, Episodes
 from rollout.episodes.greedy import GreedyFirst
 from rollout.episodes.resuming import ResumingEngine
@@ -81,7 +82,8 @@ def test_messages_become_tokens_by_the_chat_format_alone() -> None:
             text = "".join(m["content"] for m in messages)
             return list(f"<{text}>".encode()), [Span(who=ENVIRONMENT, start=1, end=3, what="tool_result", name="add")]
 
-        def parse(self, turn: Any) -> list[Span]:
+        def parse(self, sample: Sample) -> list[Span]:
+            turn = sample.token_ids[last_turn(sample) :]
             return [Span(who=POLICY, start=0, end=len(turn) - 1, what="tool_call", name="add", status="ok")]
 
     (sample,) = played(Talker("7", "24"), make, episodes={"chat": Chat()})

@@ -10,9 +10,9 @@ import json
 
 import pytest
 
+from rollout.chat.tool_forms import FORMS, form_of
 from rollout.embedded.openai.replies import Replies
 from rollout.embedded.openai.sample_text import Piece
-from rollout.embedded.openai.tool_calls import FORMS, form_of
 from tests.rollout.embedded.openai.test_text_laws import byte_level
 
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticCustomError
 
 from miles_like.types import SamplingParams
-from rollout.embedded.openai.errors import BadRequest
+from rollout.openai.errors import BadRequest
 from rollout.wire.bodies import MAX_N, MAX_STOP_IDS, Count, TokenId
 from rollout.wire.generate import MIN_TEMPERATURE
 

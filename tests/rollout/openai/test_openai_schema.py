@@ -12,9 +12,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from rollout.embedded.openai.errors import BadRequest
-from rollout.embedded.openai.requests import ChatBody, CompletionBody, SamplingBody, read
 from rollout.embedded.server.openapi import document
+from rollout.openai.errors import BadRequest
+from rollout.openai.requests import ChatBody, CompletionBody, SamplingBody, read
 from tests.support.refusals import refuses
 
 NAMES = ("tiny", "/models/tiny")

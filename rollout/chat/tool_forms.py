@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.chat.turns import INVALID_JSON, MALFORMED, MISSING_NAME, OK, UNCLOSED
+
 Json = dict[str, Any]
 
 
@@ -22,11 +24,25 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Attempt:
+    """A call, or what was meant as one. start, end: its characters in the text."""
+
+    name: str
+    arguments: Json | None
+    text: str
+    status: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class ToolForm:
-    """begin: the text in front of the first call. marks: special tokens that are part of a call's text."""
+    """begin: the text in front of the first call, opens: of each. marks: special tokens that are part of a call's
+    text."""
 
     name: str
     begin: str
+    opens: str
     marks: tuple[str, ...]
     in_template: tuple[str, ...]  # patterns that only templates of this form contain, all of them
     find: Callable[[str, Sequence[Json]], Iterator[tuple[str, str]]]
@@ -44,6 +60,31 @@ class ToolForm:
             left = left.replace(mark, "")
         return [] if left.strip() else calls
 
+    def begins(self, text: str, start: int) -> int:
+        """Where the calls of a text begin, from `start` on."""
+        return min(at for at in (text.find(self.begin, start), text.find(self.opens, start), len(text)) if at >= 0)
+
+    def attempts(self, text: str, start: int, tools: Sequence[Json]) -> list[Attempt]:
+        """All calls of a text from `start` on, malformed ones too, in order."""
+        pattern, at = re.compile(_PATTERNS[self.name], re.DOTALL), start
+        out: list[Attempt] = []
+        while (at := text.find(self.opens, at)) >= 0:
+            if (match := pattern.match(text, at)) is None:
+                return [*out, Attempt("", None, text[at:], UNCLOSED, at, len(text))]
+            for name, arguments in self.find(match[0], tools):
+                read = _read(arguments)
+                status = OK if name and read is not None else self._problem(name, read)
+                out.append(Attempt(name, read, match[0], status, at, match.end()))
+            at = match.end()
+        return out
+
+    def _problem(self, name: str, arguments: Json | None) -> str:
+        if name:
+            return INVALID_JSON
+        if arguments is not None:
+            return MISSING_NAME
+        return INVALID_JSON if self.find is _hermes else MALFORMED
+
     def _found(self, text: str, tools: Sequence[Json]) -> Iterator[tuple[str, str, str]]:
         for whole in re.findall(_PATTERNS[self.name], text, re.DOTALL):
             for name, arguments in self.find(whole, tools):
@@ -60,10 +101,15 @@ def _function(tool: Mapping[str, Any]) -> Json:
 
 
 def _is_object(text: str) -> bool:
+    return _read(text) is not None
+
+
+def _read(text: str) -> Json | None:
     try:
-        return isinstance(json.loads(text), dict)
+        found = json.loads(text)
     except (ValueError, RecursionError):
-        return False
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _hermes(whole: str, tools: Sequence[Json]) -> Iterator[tuple[str, str]]:
@@ -73,7 +119,7 @@ def _hermes(whole: str, tools: Sequence[Json]) -> Iterator[tuple[str, str]]:
     except (ValueError, RecursionError):
         found = None
     ok = isinstance(found, dict) and isinstance(found.get("name"), str)
-    yield (found["name"], json.dumps(found.get("arguments", {}), ensure_ascii=False)) if ok else ("", "")
+    yield (found["name"], json.dumps(found.get("arguments", {}), ensure_ascii=False)) if ok else ("", inner)
 
 
 def _glm(whole: str, tools: Sequence[Json]) -> Iterator[tuple[str, str]]:
@@ -123,6 +169,7 @@ FORMS = (
     ToolForm(
         name="deepseek_v3",
         begin="<｜tool▁calls▁begin｜>",
+        opens="<｜tool▁call▁begin｜>",
         marks=_DEEPSEEK_MARKS,
         in_template=("<｜tool▁calls▁begin｜>", "```json"),
         find=_grouped(
@@ -132,6 +179,7 @@ FORMS = (
     ToolForm(
         name="deepseek_v31",
         begin="<｜tool▁calls▁begin｜>",
+        opens="<｜tool▁call▁begin｜>",
         marks=_DEEPSEEK_MARKS,
         in_template=("<｜tool▁calls▁begin｜>",),
         find=_grouped(r"<｜tool▁call▁begin｜>(?P<name>.*?)<｜tool▁sep｜>(?P<arguments>.*)<｜tool▁call▁end｜>"),
@@ -139,6 +187,7 @@ FORMS = (
     ToolForm(
         name="kimi_k2",
         begin="<|tool_calls_section_begin|>",
+        opens="<|tool_call_begin|>",
         marks=_KIMI_MARKS,
         in_template=(r"<\|tool_calls_section_begin\|>",),
         find=_grouped(
@@ -149,6 +198,7 @@ FORMS = (
     ToolForm(
         name="glm45",
         begin="<tool_call>",
+        opens="<tool_call>",
         marks=(),
         in_template=("<tool_call>", "<arg_key>"),
         find=_glm,
@@ -156,6 +206,7 @@ FORMS = (
     ToolForm(
         name="hermes",
         begin="<tool_call>",
+        opens="<tool_call>",
         marks=(),
         in_template=(r'<tool_call>(?:\\n|\n)\{\\?"(?:name|arguments)\\?":',),  # in a string of the template or outside
         find=_hermes,

@@ -1,0 +1,101 @@
+"""Episodes that an agent plays by its own loop, as a client of the recorder.
+
+An agent that fails, does not end in time, or asks the policy nothing costs its episode, which is discarded with the
+reason; an error of the engine ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+
+from miles_like.limits.user_errors import raised
+from miles_like.protocols import RolloutEngine
+from miles_like.types import EnvironmentLost, Prompt, Sample, SampleGroup, SamplingParams, Unscored
+from rollout.chat.positions import same_until
+from rollout.chat.turns import Chat
+from rollout.concurrency import all_or_first_error
+from rollout.episodes.environment_calls import reason_of
+from rollout.episodes.resuming import EngineWrapper
+from rollout.recorder.agents import AgentFn
+from rollout.recorder.server import Recorder, new_key
+from rollout.recorder.session import Session
+from rollout.seeds import seed_of
+
+TIMEOUT = "agent timeout"  # reasons of discarded episodes
+SILENT = "agent without a request"
+
+
+class AgentEpisodes(EngineWrapper):
+    """A RolloutEngine whose samples are recorded episodes, of one row or several.
+
+    engine: returns no aborted samples (`ResumingEngine`). max_tokens: of a row, beside as many as the prompt has.
+    """
+
+    def __init__(self, engine: RolloutEngine, agent: AgentFn, chat: Chat, *, max_tokens: int, timeout_s: float) -> None:
+        super().__init__(engine)
+        self._agent, self._chat = agent, chat
+        self._max_tokens, self._timeout_s = max_tokens, timeout_s
+        self._recorder = Recorder()
+        self.counts: Counter[str] = Counter()  # of all sessions
+
+    async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
+        """`n` episodes of each prompt. A group's prompt has the tokens with which all its rows begin: an agent writes
+        its own first messages. Raises RuntimeError naming the sample where the agent function fails."""
+        groups = [self._group(prompt, n, params) for prompt in prompts]
+        return await all_or_first_error(groups)
+
+    async def close(self) -> None:
+        await self._recorder.close()
+        await self._engine.close()
+
+    async def _group(self, prompt: Prompt, n: int, params: SamplingParams) -> SampleGroup:
+        episodes = await all_or_first_error(self._episode(prompt, i, params) for i in range(n))
+        rows = tuple(row for e in episodes if not isinstance(e, Unscored) for row in e)
+        lost = Counter(e.reason for e in episodes if isinstance(e, Unscored))
+        return SampleGroup(prompt=with_common_start(prompt, rows), samples=rows, discarded=dict(lost))
+
+    async def _episode(self, prompt: Prompt, index: int, params: SamplingParams) -> Sequence[Sample] | Unscored:
+        key, seed = new_key(), seed_of(params.sampling_seed or 0, f"agent {prompt.id}", index)
+        session = Session(
+            id=secrets.token_hex(8),
+            key=key,
+            prompt=prompt,
+            index=index,
+            engine=self._engine,
+            chat=self._chat,
+            params=params,
+            most_tokens=len(prompt.token_ids) + self._max_tokens,
+        )
+        try:
+            async with self._recorder.session(session) as url, asyncio.timeout(self._timeout_s) as limit:
+                reward = await self._agent(prompt, base_url=url, api_key=key, seed=seed)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return Unscored(reason=TIMEOUT)
+        except EnvironmentLost as e:
+            return Unscored(reason=reason_of(e))
+        except Exception as e:  # user code may raise anything
+            raise RuntimeError(f"rollout.agent failed for sample {prompt.id}/{index}: {raised(e)}") from e
+        finally:
+            self.counts += session.counts
+        if session.failure is not None:
+            raise session.failure
+        if reward is not None:
+            session.reward = float(reward)
+        return session.rows or Unscored(reason=SILENT)
+
+
+def with_common_start(prompt: Prompt, rows: Sequence[Sample]) -> Prompt:
+    """The prompt with the tokens that all rows have in common before their first turns, at least one."""
+    starts = [row.token_ids[: int(row.loss_mask.nonzero()[0])].tolist() for row in rows]
+    if not starts:
+        return prompt
+    common = starts[0]
+    for other in starts[1:]:
+        common = common[: same_until(common, other)]
+    return dataclasses.replace(prompt, token_ids=tuple(common or starts[0][:1]))

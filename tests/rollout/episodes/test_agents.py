@@ -1,0 +1,150 @@
+"""Agents that play episodes: a function of this process, and programs, by the keys of a configuration.
+
+Not covered: what is recorded of them (tests/rollout/recorder/test_recorder.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_like.types import EnvironmentLost, Prompt, SampleGroup, SamplingParams
+from rollout.config import RolloutConfig
+from rollout.episodes.runner import make_episode_runner
+from rollout.tool_config import AgentConfig
+from tests.support.chat_templates import end_ids, tokenizer
+from tests.support.refusals import refuses
+from tests.support.scripted import Script
+
+pytestmark = pytest.mark.slow  # agents are programs
+HERE = Path(__file__)
+USER = {"role": "user", "content": "2+3?"}
+PARAMS = SamplingParams(max_new_tokens=100, sampling_seed=5, stop_token_ids=end_ids("qwen3"))
+LINES = ("Hello.<|im_end|>", "Again.<|im_end|>", "Once more.<|im_end|>")
+# an agent as others write it, which finds the endpoint where OpenAI's clients look
+PROGRAM = """
+import json, os, pathlib, subprocess, sys, urllib.request
+
+def post(url, body):
+    request = urllib.request.Request(url, json.dumps(body).encode())
+    request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+    return json.load(urllib.request.urlopen(request))
+
+given, how = json.load(sys.stdin), sys.argv[2]
+assert sys.argv[1] == given["messages"][-1]["content"] == "2+3?"
+messages = list(given["messages"])
+if how == "silent":
+    sys.exit(0)
+for _ in range(2):
+    reply = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"model": "any", "messages": messages})
+    messages += [reply["choices"][0]["message"], {"role": "tool", "content": "go on", "tool_call_id": "c"}]
+if how == "fails":
+    sys.exit("it is broken")
+if how.startswith("/"):
+    pathlib.Path(how).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+if how == "waits":
+    import time; time.sleep(600)
+post(os.environ["MILES_LIKE_REWARD_URL"], {"reward": 0.5})
+"""
+
+
+def prompt() -> Prompt:
+    ids = tokenizer("qwen3").encode(
+        "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
+    )
+    return Prompt(id="p", token_ids=tuple(ids), answer="5", messages=(USER,))
+
+
+def played(n: int = 1, **agent: Any) -> SampleGroup:
+    config = RolloutConfig(agent=AgentConfig(**agent), max_new_tokens=100, max_episode_tokens=400)
+    engine = make_episode_runner(config, tokenizer("qwen3")).wrap(Script(*LINES))
+
+    async def run() -> SampleGroup:
+        try:
+            (group,) = await engine.generate([prompt()], n=n, params=PARAMS)
+            return group
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def program(how: str, **more: Any) -> SampleGroup:
+    return played(command=(sys.executable, "-c", PROGRAM, "{prompt}", how), **more)
+
+
+async def two_rows(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> float:
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key) as client:
+        for system in ("Be short.", "Be long."):
+            messages: Any = [{"role": "system", "content": system}, USER]
+            await client.chat.completions.create(model="m", messages=messages)
+    return 0.75
+
+
+async def gives_up(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> None:
+    raise EnvironmentLost("no browser")
+
+
+async def broken(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> None:
+    raise KeyError("a bug")
+
+
+def test_a_function_gives_rows_of_one_reward() -> None:
+    """The prompt of the group has the tokens with which all rows begin."""
+    group = played(2, function=f"{HERE}:two_rows")
+    assert [(s.index, s.row) for s in group.samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {s.reward for s in group.samples} == {0.75}
+    start = list(group.prompt.token_ids)
+    assert tokenizer("qwen3").decode(start) == "<|im_start|>system\nBe "
+    assert all(
+        s.token_ids[: len(start)].tolist() == start and not s.loss_mask[: len(start)].any() for s in group.samples
+    )
+
+
+def test_a_function_that_gives_up_discards_its_episode_and_a_bug_ends_the_run() -> None:
+    assert played(2, function=f"{HERE}:gives_up").discarded == {"no browser": 2}
+    with refuses(RuntimeError, "rollout.agent", "p/0", "'a bug'"):
+        played(function=f"{HERE}:broken")
+
+
+def test_a_program_is_recorded(tmp_path: Path) -> None:
+    """Its reward is the one that it sends; what it leaves running ends with it."""
+    left = tmp_path / "left"
+    group = program(str(left))
+    (sample,) = group.samples
+    assert (sample.turns, sample.reward) == (2, 0.5)
+    assert tokenizer("qwen3").decode(sample.token_ids[sample.loss_mask].tolist()) == LINES[0] + LINES[1]
+    pid, until = int(left.read_text()), time.monotonic() + 5
+    while (
+        Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() and time.monotonic() < until
+    ):
+        time.sleep(0.02)
+    with pytest.raises(ProcessLookupError):
+        if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            raise ProcessLookupError
+        os.kill(pid, 0)
+
+
+def test_a_program_that_fails_costs_its_episode() -> None:
+    assert program("fails").discarded == {"agent failed": 1}
+    assert program("silent").discarded == {"agent without a request": 1}
+    assert program("waits", timeout_s=1.5).discarded == {"agent timeout": 1}
+
+
+def test_an_agent_that_cannot_be_used_is_refused() -> None:
+    with refuses(ValueError, "rollout.agent.command", "'/nowhere/agent'"):
+        played(command=("/nowhere/agent",))
+    with refuses(ValueError, "rollout.agent.function", "rollout.agent.command"):
+        AgentConfig(function="a:b", command=("c",))
+    with refuses(ValueError, "rollout.agent", "rollout.max_episode_tokens"):
+        RolloutConfig(agent=AgentConfig(function="a:b"))
+    with refuses(ValueError, "rollout.agent", "rollout.generate", "'c:d'"):
+        RolloutConfig(agent=AgentConfig(function="a:b"), generate="c:d", max_episode_tokens=100)
