@@ -24,7 +24,7 @@ TESTED_ELSEWHERE = ("scripts",)  # folders without a folder of tests: tests/e2e 
 # separate row. A name stands for its subfolders too: "quant" is quant.spec, quant.formats and the others.
 CONTRACTS = (
     "miles_like.types miles_like.records miles_like.protocols miles_like.plugins miles_like.hf miles_like.limits"
-    " miles_like.section miles_like.spans miles_like.variables"
+    " miles_like.sandbox miles_like.section miles_like.spans miles_like.variables"
 )
 RULES = {
     "quant.exact": "",
@@ -49,8 +49,10 @@ RULES = {
     "miles_like.plugins": "miles_like.limits",
     "miles_like.hf": "quant.hf_config miles_like.limits miles_like.types",
     # rollout
-    "rollout.config": "miles_like.section miles_like.variables",
     "rollout.server_url": "",
+    # programs of a model, for rewards above and environments below
+    "miles_like.sandbox": "miles_like.limits miles_like.section rollout.server_url",
+    "rollout.config": "miles_like.section miles_like.variables",
     "rollout.concurrency": "",
     "rollout.seeds": "",
     "rollout.wire": "miles_like.types",
@@ -113,7 +115,7 @@ RULES = {
     " miles_like.section miles_like.device_table miles_like.variables",
     "miles_like.config.sections.watched": "miles_like.section",
     "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts miles_like.limits"
-    " miles_like.section miles_like.config.sections",
+    " miles_like.sandbox miles_like.section miles_like.config.sections",
     "miles_like.config.foreign": "miles_like.limits miles_like.config",
     "miles_like.timing": "quant.spec megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
     " miles_like.config miles_like.device_table miles_like.timing.rates",
@@ -127,6 +129,7 @@ RULES = {
     "miles_like.algorithms": f"{CONTRACTS} miles_like.config miles_like.algorithms",
     "miles_like.rewards.maths": f"{CONTRACTS} miles_like.config.sections",
     "miles_like.rewards.judges": f"{CONTRACTS} miles_like.config.sections rollout.server_url",
+    "miles_like.rewards.programs": f"{CONTRACTS} miles_like.config.sections",
     "miles_like.rewards": f"{CONTRACTS} miles_like.config.sections miles_like.rewards",
     # miles_like: what a run keeps
     "miles_like.storage": CONTRACTS,
@@ -259,6 +262,7 @@ KERNELS = "quant.kernels"  # imports triton too, but only modules that are loade
 TORCH_FREE = (  # and all that they import
     "megatron_bridge.config",
     "miles_like.config",
+    "miles_like.sandbox",
     "miles_like.simulation",
     "quant.hf_config",
     "quant.spec",

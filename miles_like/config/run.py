@@ -33,6 +33,7 @@ from miles_like.config.sections.watched.mismatch import MismatchConfig
 from miles_like.config.sections.watched.report import ReportConfig
 from miles_like.config.sections.watched.tracing import TraceConfig
 from miles_like.config.sections.watched.trackers import TrackersConfig
+from miles_like.sandbox.config import SandboxConfig
 from miles_like.section import Section
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.prompts.config import DataConfig
@@ -116,6 +117,7 @@ class RunConfig(Section):
     supervised: SupervisedConfig = SupervisedConfig()
     mismatch: MismatchConfig = MismatchConfig()
     reward: RewardConfig = RewardConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     buffer: BufferConfig = BufferConfig()
     rollout: RolloutConfig = RolloutConfig()
     publish: PublishConfig = PublishConfig()
@@ -145,6 +147,15 @@ class RunConfig(Section):
             raise ValueError(
                 "reward.name = 'none' is 0 for every response, so there is nothing to learn from: choose another "
                 "reward, or set distillation.mode, rollout.environment or rollout.generate"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def programs_have_a_sandbox(self) -> RunConfig:
+        if self.reward.runs_programs and self.sandbox.kind is None:
+            raise ValueError(
+                "the reward 'unit_tests' runs programs of the model, but sandbox.kind is not set: set it to 'bwrap', "
+                "and install it with apt-get install bubblewrap"
             )
         return self
 
@@ -184,6 +195,7 @@ class RunConfig(Section):
             "distillation",
             "mismatch",
             "reward",
+            "sandbox",
             "buffer",
             "rollout",
             "publish",

@@ -29,7 +29,7 @@ def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
     """Reads the training prompts and held-out sets and makes the rewards. Raises ValueError naming file and row, or the
     reward."""
     c = plan.config
-    rewards = Rewards(c.reward, outage_s=OUTAGE_S, log=RewardTally())
+    rewards = Rewards(c.reward, sandbox=c.sandbox, outage_s=OUTAGE_S, log=RewardTally())
     check_over_sampling(c, rewards(None))
     source = PromptSource(c.data, plan.tokenizer, seed=c.seed, compared_by=rewards(None).compares)
     held = held_out(c.eval_sets, c.data, plan.tokenizer, rewards)
