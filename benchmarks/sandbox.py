@@ -4,7 +4,7 @@ The three take turns on a program that prints one word. `pool_s`, `once_s`, `bar
 at a time; `pool_per_once`, `pool_per_bare`: ratios of the medians. `runs_per_s_N`: programs a second of N slots, which
 compute for 20 ms each, for N = 1, 2, ... up to the cores; `scaling`: of all cores over one slot, divided by the cores.
 
-Goals: a pooled program takes at most 0.5 of one with a sandbox of its own; scaling >= 0.7.
+Goals: a pooled program takes at most 0.5 of one with a new sandbox; scaling >= 0.7.
 
     python benchmarks/sandbox.py [--quick]
 """

@@ -73,6 +73,8 @@ RULES = {
     "rollout.publish.reshard": f"{CONTRACTS} quant rollout.server_key rollout.sglang rollout.wire rollout.publish",
     "rollout.publish.sources": f"{CONTRACTS} quant.registry rollout.publish rollout.sglang",
     "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds",
+    # an environment may be named by any configuration, and names no other room
+    "rollout.environments": CONTRACTS,
     "rollout.embedded.families": "",
     "rollout.embedded.device": "rollout.embedded.families",
     "rollout.embedded.cache": "rollout.embedded.device rollout.embedded.families",
@@ -129,7 +131,6 @@ RULES = {
     "miles_like.algorithms": f"{CONTRACTS} miles_like.config miles_like.algorithms",
     "miles_like.rewards.maths": f"{CONTRACTS} miles_like.config.sections",
     "miles_like.rewards.judges": f"{CONTRACTS} miles_like.config.sections rollout.server_url",
-    "miles_like.rewards.programs": f"{CONTRACTS} miles_like.config.sections",
     "miles_like.rewards": f"{CONTRACTS} miles_like.config.sections miles_like.rewards",
     # miles_like: what a run keeps
     "miles_like.storage": CONTRACTS,

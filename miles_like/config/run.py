@@ -151,17 +151,9 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def programs_have_a_sandbox(self) -> RunConfig:
-        if self.reward.runs_programs and self.sandbox.kind is None:
-            raise ValueError(
-                "the reward 'unit_tests' runs programs of the model, but sandbox.kind is not set: set it to 'bwrap', "
-                "and install it with apt-get install bubblewrap"
-            )
-        return self
-
-    @model_validator(mode="after")
     def eval_sets_make_sense(self) -> RunConfig:
         sets, played = self.eval_sets, self.rollout.has_episode_runner
+        self.sandbox.check_run(runs_programs=self.reward.runs_programs)
         check_measured(sets, self.reward.name, played=played)
         self.data.check_run(has_eval_set=bool(sets), has_reward=played or self.reward.name != "none")
         return self

@@ -42,8 +42,8 @@ from miles_like.rewards.judges.remote import Remote
 from miles_like.rewards.judges.reward_model import RewardModel
 from miles_like.rewards.maths.answers import Exact, MultipleChoice, Regex, exact_number, gsm8k
 from miles_like.rewards.maths.math_verify import MathVerify
-from miles_like.rewards.programs.unit_tests import UnitTests
 from miles_like.rewards.scorer import Limits, Scorer
+from miles_like.rewards.unit_tests import UnitTests
 from miles_like.rewards.weighted import Weighted
 from miles_like.sandbox.config import SandboxConfig
 from miles_like.types import Unit

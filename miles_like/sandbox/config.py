@@ -76,3 +76,11 @@ class SandboxConfig(Section):
             if self.kind == kind and getattr(self, key) is None:
                 raise ValueError(f"sandbox.kind = {kind!r} needs sandbox.{key}: set it")
         return self
+
+    def check_run(self, *, runs_programs: bool) -> None:
+        """Raises ValueError for a run whose reward runs programs, without a sandbox."""
+        if runs_programs and self.kind is None:
+            raise ValueError(
+                "the reward 'unit_tests' runs programs of the model, but sandbox.kind is not set: set it to 'bwrap', "
+                "and install it with apt-get install bubblewrap"
+            )

@@ -22,8 +22,8 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from miles_like.rewards.programs.judging import judge, read_tests
 from miles_like.sandbox.config import SandboxConfig
+from miles_like.sandbox.judging import judge, read_tests
 from miles_like.sandbox.make import make_sandbox, try_sandbox
 from miles_like.sandbox.program import Program, Ran, SandboxLost, Status
 from tests.support.refusals import refuses

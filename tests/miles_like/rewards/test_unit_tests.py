@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from miles_like.config.sections.reward import RewardConfig
+from miles_like.rewards import unit_tests
 from miles_like.rewards.answered import answered_sample
 from miles_like.rewards.load import make_reward
-from miles_like.rewards.programs import unit_tests
-from miles_like.rewards.programs.unit_tests import program_of
+from miles_like.rewards.unit_tests import program_of
 from miles_like.sandbox.config import SandboxConfig
 from miles_like.sandbox.program import Program, Ran, SandboxLost
 from miles_like.types import Prompt, Score, Unscored

@@ -6,12 +6,12 @@ import ast
 import contextlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from miles_like.rewards.programs.harness import load
+from miles_like.sandbox.harness import load
 from miles_like.sandbox.program import Program, Ran, Sandbox, Status
 
 HARNESS = Path(__file__).with_name("harness.py").read_text(encoding="utf-8")
@@ -50,12 +50,18 @@ Test: TypeAlias = Printed | Equal | Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """passed: of `tests`. ended: how often a run ended otherwise than by itself, by its status."""
+    """passed: of `tests`. ended: how often a run ended otherwise than by itself, by its status. failures: a test's name
+    -> why it fails; of tests that were not reached, that of the first."""
 
     passed: int
     tests: int
     ended: Mapping[Status, int]
-    why: str = ""  # of the first failure
+    failures: Mapping[str, str]
+
+    @property
+    def why(self) -> str:
+        """Of the first failure; "" where there is none."""
+        return next(iter(self.failures.values()), "")
 
     @property
     def share(self) -> float:
@@ -107,40 +113,56 @@ def _equality(tree: ast.Module) -> Equal | None:
     return None
 
 
+def modules_of(files: Iterable[str]) -> list[str]:
+    """Names of the modules among paths of files."""
+    return [path.removesuffix(".py") for path in files if path.endswith(".py") and "/" not in path]
+
+
 async def judge(
-    sandbox: Sandbox, code: str, tests: Sequence[Test], *, until_failure: bool = False, files: Mapping[str, bytes] = {}
+    sandbox: Sandbox,
+    code: str,
+    tests: Sequence[Test],
+    *,
+    until_failure: bool = False,
+    files: Mapping[str, bytes] = {},
+    modules: Sequence[str] = (MODULE,),
 ) -> Judged:
     """Runs the program `code`, or the modules in `files`, with the tests. until_failure: stop at the first printed
-    output that is wrong. Raises SandboxLost."""
+    output that is wrong. modules: those whose names tests have; others of `files` are the program's alone. Raises
+    SandboxLost."""
     ended: dict[Status, int] = {}
-    passed, why = 0, ""
+    failures: dict[str, str] = {}
+    passed = 0
     printed = [t for t in tests if isinstance(t, Printed)]
-    for test in printed:
+    for k, test in enumerate(printed):
         ran = await sandbox.run(Program(code=code or "\n", stdin=test.stdin.encode(), files=files))
         _count(ended, ran)
         right = ran.succeeded and _lines(ran.stdout) == _lines(test.output)
         passed += right
         if not right:
-            why = why or _end_of(ran) or f"it printed {ran.stdout[:100]!r}"
+            failures[f"input {k}"] = _end_of(ran) or f"it printed {ran.stdout[:100]!r}"
             if until_failure:
-                return Judged(passed=passed, tests=len(tests), ended=ended, why=why)
+                return Judged(passed=passed, tests=len(tests), ended=ended, failures=failures)
     others = [t for t in tests if not isinstance(t, Printed)]
     n = len(printed)
     if others:
-        more, of, how = await _called(sandbox, code, others, files, ended)
-        passed, n, why = passed + more, n + of, why or how
-    return Judged(passed=passed, tests=n, ended=ended, why=why)
+        more, of = await _called(sandbox, others, files or {f"{MODULE}.py": code.encode()}, modules, ended, failures)
+        passed, n = passed + more, n + of
+    return Judged(passed=passed, tests=n, ended=ended, failures=failures)
 
 
 async def _called(
-    sandbox: Sandbox, code: str, tests: Sequence[Equal | Source], files: Mapping[str, bytes], ended: dict[Status, int]
-) -> tuple[int, int, str]:
-    """(passed, tests, why the first fails) of tests that call the program; all in one run."""
+    sandbox: Sandbox,
+    tests: Sequence[Equal | Source],
+    files: Mapping[str, bytes],
+    modules: Sequence[str],
+    ended: dict[Status, int],
+    failures: dict[str, str],
+) -> tuple[int, int]:
+    """(passed, tests) of tests that call the program; all in one run. Adds to `ended` and `failures`."""
     nonce = secrets.token_hex(16)
-    held = dict(files) if files else {f"{MODULE}.py": code.encode()}
-    modules = [path.removesuffix(".py") for path in held if path.endswith(".py") and "/" not in path]
-    request = {"nonce": nonce, "modules": modules, "tests": [_request(t) for t in tests]}
-    ran = await sandbox.run(Program(code=HARNESS, files=held, stdin=json.dumps(request).encode()))
+    request = {"nonce": nonce, "modules": list(modules), "tests": [_request(t) for t in tests]}
+    ran = await sandbox.run(Program(code=HARNESS, files=files, stdin=json.dumps(request).encode()))
     _count(ended, ran)
     verdicts: list[list[dict[str, Any]]] = [[] for _ in tests]
     for line in ran.stdout.splitlines():
@@ -149,15 +171,20 @@ async def _called(
             with contextlib.suppress(ValueError):  # the line at which the output was cut
                 verdict = json.loads(text)
                 verdicts[verdict["test"]].append(verdict)
-    passed, n, why = 0, 0, ""
-    for test, found in zip(tests, verdicts, strict=True):
+    passed, n = 0, 0
+    for i, (test, found) in enumerate(zip(tests, verdicts, strict=True)):
         of = next((v["of"] for v in found if "of" in v), 1)
-        right = _is_equal(test, found) if isinstance(test, Equal) else sum(v.get("right", False) for v in found)
+        wrong = {(v["name"] or f"test {i}"): v.get("why", "") for v in found if not v.get("right", True)}
+        right = sum(v.get("right", False) for v in found)
+        if isinstance(test, Equal):
+            right = _is_equal(test, found)
+            if found and "value" in found[0] and not right:
+                wrong[test.call] = f"it is not {test.value!r:.200}"
+        if right + len(wrong) < of:
+            wrong.setdefault(f"test {i}", _end_of(ran) or "it gave no verdict")
+        failures |= wrong
         passed, n = passed + right, n + of
-        if right < of and not why:
-            reason = next((v["why"] for v in found if v.get("why")), "")
-            why = reason or _end_of(ran) or (f"{test.call} is not {test.value!r}" if isinstance(test, Equal) else "")
-    return passed, n, why[:300]
+    return passed, n
 
 
 def _request(test: Equal | Source) -> dict[str, str]:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from miles_like.rewards.programs.harness import dump, load
-from miles_like.rewards.programs.judging import Equal, Judged, Printed, Source, judge, read_tests
 from miles_like.sandbox.config import SandboxConfig
+from miles_like.sandbox.harness import dump, load
+from miles_like.sandbox.judging import Equal, Judged, Printed, Source, judge, read_tests
 from miles_like.sandbox.make import make_pool
 from miles_like.sandbox.pool import SandboxPool
 from tests.support.debian import need_programs
@@ -99,6 +99,13 @@ def test_the_program_that_computes_it_passes(pool: SandboxPool) -> None:
     code = "import sys\nprint('NONCE {}')\ndef double(n):\n    print(n, file=sys.stderr); print(n)\n    return 2 * n"
     found = asyncio.run(judge(pool, code, read_tests(DOUBLE)))
     assert (found.passed, found.tests) == (4, 4), found
+
+
+def test_modules_of_the_program_hide_none_of_the_tests(pool: SandboxPool) -> None:
+    files = {"solution.py": b"import math\ndef double(n): return 0", "math.py": b"def isclose(*a): return True"}
+    tests = read_tests(["import math\nassert math.isclose(double(2), 4)", "assert double(0) == 0"])
+    found = asyncio.run(judge(pool, "", tests, files=files))
+    assert found.passed == 1 and found.failures.keys() == {"test 0"}, found
 
 
 def test_each_test_of_a_source_counts(pool: SandboxPool) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from miles_like.config.sections.reward import UnitTestsConfig
-from miles_like.rewards.programs.judging import judge, read_tests
 from miles_like.sandbox.config import SandboxConfig
+from miles_like.sandbox.judging import judge, read_tests
 from miles_like.sandbox.make import check_installed, shared_sandbox
 from miles_like.sandbox.program import SandboxLost, Status
 from miles_like.types import Prompt, Sample, Score, Unscored
