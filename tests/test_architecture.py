@@ -193,7 +193,7 @@ RULES = {
     " megatron_bridge.plan megatron_bridge.convert miles_like.algorithms miles_like.batch miles_like.check_results"
     " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.nodes miles_like.report miles_like.staging"
     " miles_like.storage miles_like.supervised",
-    "miles_like.doctor": "miles_like.check_results miles_like.nodes miles_like.variables",
+    "miles_like.doctor": "miles_like.check_results miles_like.nodes miles_like.sandbox miles_like.variables",
     # scripts and manifests that start a run; they name no process of it
     # storage: whether a start that is repeated has begun
     "miles_like.launch": "miles_like.config.sections miles_like.stopping miles_like.storage miles_like.variables",

@@ -60,14 +60,15 @@ class SandboxConfig(Section):
 
     @model_validator(mode="after")
     def keys_fit_the_kind(self) -> SandboxConfig:
-        if self.kind is None and self.model_fields_set - {"kind"}:
-            key = min(self.model_fields_set - {"kind"})
-            raise ValueError(
-                f"sandbox.{key} has no effect without sandbox.kind: set it to 'bwrap', 'docker', 'gvisor' or 'remote'"
-            )
-        for key in sorted(self.model_fields_set & set(_READ_BY)):
-            default = type(self).model_fields[key].default
-            if self.kind is not None and self.kind not in _READ_BY[key] and getattr(self, key) != default:
+        fields = type(self).model_fields
+        changed = sorted(key for key in fields if key != "kind" and getattr(self, key) != fields[key].default)
+        for key in changed:
+            if self.kind is None:
+                raise ValueError(
+                    f"sandbox.{key} has no effect without sandbox.kind: set it to 'bwrap', 'docker', 'gvisor' or "
+                    "'remote'"
+                )
+            if self.kind not in _READ_BY.get(key, (self.kind,)):
                 kinds = ", ".join(map(repr, _READ_BY[key]))
                 raise ValueError(
                     f"sandbox.{key} has no effect with sandbox.kind = {self.kind!r}, only with {kinds}: remove it"

@@ -63,11 +63,11 @@ def test_solutions_pass_and_mutants_fail(pool: SandboxPool) -> None:
 
 
 def test_verdicts_are_those_of_plain_pytest(tmp_path: Path, pool: SandboxPool) -> None:
-    """Of honest solutions and of mutants, each problem with its tests as a file of pytest in a process."""
+    """Of all solutions and of some mutants, each problem with its tests as a file of pytest in a process."""
     chosen = [p for p in PROBLEMS if not isinstance(p.tests[0], dict)]
     want = {}
-    for p in chosen:
-        for k, code in enumerate([p.solution, p.mutants[0]]):
+    for n, p in enumerate(chosen):
+        for k, code in enumerate([p.solution, *p.mutants[: n % 3 == 0]]):
             name = f"{p.id}_{k}"
             (tmp_path / f"mod_{name}.py").write_text(code)
             tests = [p.tests] if isinstance(p.tests, str) else p.tests
