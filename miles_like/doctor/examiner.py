@@ -13,7 +13,7 @@ from miles_like.doctor.links import Linker, LinkTimes
 from miles_like.doctor.machine import MachineFacts, machine_facts
 from miles_like.doctor.software import Software, engine_software, software
 from miles_like.nodes.probe import is_free
-from miles_like.sandbox.config import SandboxConfig
+from miles_like.sandbox.config import NO_SANDBOX, SandboxConfig
 from miles_like.sandbox.make import try_sandbox
 from miles_like.variables import set_variables
 
@@ -35,7 +35,7 @@ class Examiner:
 
     engine: str
     paths: tuple[str, ...]
-    sandbox: SandboxConfig = SandboxConfig()
+    sandbox: SandboxConfig = NO_SANDBOX
     gpus: bool = True  # ask nvidia-smi, which may take seconds a GPU
     network: Callable[[str | None], Mapping[str, str]]  # as that of `Needs`
 

@@ -45,14 +45,12 @@ from miles_like.rewards.maths.math_verify import MathVerify
 from miles_like.rewards.scorer import Limits, Scorer
 from miles_like.rewards.unit_tests import UnitTests
 from miles_like.rewards.weighted import Weighted
-from miles_like.sandbox.config import SandboxConfig
+from miles_like.sandbox.config import NO_SANDBOX, SandboxConfig
 from miles_like.types import Unit
 
 LOCAL_S, MODEL_S, PROGRAM_S, REMOTE_S = 10.0, 600.0, 600.0, 60.0  # time limits where the configuration has none
 REMOTE_RETRIES, CALLS, WAIT_S, CLOSE_S = 2, 64, 1.0, 10.0
 OUTAGE_S = 600.0  # reward.outage_s of a run
-
-NO_SANDBOX = SandboxConfig()
 
 Function = Callable[..., object]
 

@@ -85,3 +85,6 @@ class SandboxConfig(Section):
                 "the reward 'unit_tests' runs programs of the model, but sandbox.kind is not set: set it to 'bwrap', "
                 "and install it with apt-get install bubblewrap"
             )
+
+
+NO_SANDBOX = SandboxConfig()

@@ -6,7 +6,7 @@ import threading
 from functools import partial
 
 from miles_like.sandbox.bwrap import bwrap_command, missing_program
-from miles_like.sandbox.config import SandboxConfig
+from miles_like.sandbox.config import NO_SANDBOX, SandboxConfig
 from miles_like.sandbox.containers import docker_command, gvisor_command, missing_container_program
 from miles_like.sandbox.pool import SandboxPool
 from miles_like.sandbox.program import Program, Sandbox, SandboxLost, Status
@@ -64,7 +64,7 @@ def try_sandbox(config: SandboxConfig) -> None:
 
 
 _shared: dict[SandboxConfig, Sandbox] = {}
-_settings = [SandboxConfig()]
+_settings = [NO_SANDBOX]
 _lock = threading.Lock()
 
 
