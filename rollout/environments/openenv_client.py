@@ -10,8 +10,8 @@
             return observation["echoed_message"]
 
 A message is `{"type": "reset" | "step" | "close", "data": {...}}`, its reply `{"type": "observation", "data":
-{"observation": {...}, "reward": number | null, "done": bool}}`. Needs `pip install 'miles-like[openenv]'`. A server that
-does not answer loses the episode; one that reports an error ends the run.
+{"observation": {...}, "reward": number | null, "done": bool}}`. Needs `pip install 'miles-like[openenv]'`. A server
+that does not answer loses the episode; one that reports an error ends the run.
 """
 
 from __future__ import annotations
