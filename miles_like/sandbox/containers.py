@@ -14,6 +14,8 @@ from miles_like.sandbox.config import SandboxConfig
 
 _FIRST_USER = 60_000
 _SPARE_MB = 64  # for the container's first process
+# of gVisor's first process, as root: for files of other users, and to end their processes. Programs have none
+_CAPABILITIES = [f"CAP_{name}" for name in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")]
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "PYTHONHASHSEED": "0", "LANG": "C.UTF-8"}
 
 
@@ -58,11 +60,11 @@ def gvisor_bundle(config: SandboxConfig, inner: Sequence[str]) -> dict[str, obje
     return {
         "ociVersion": "1.0.2",
         "process": {
-            "user": {"uid": _FIRST_USER, "gid": _FIRST_USER} if os.geteuid() == 0 else {"uid": 0, "gid": 0},
+            "user": {"uid": 0, "gid": 0},  # programs become another one: gVisor shows a user its other processes
             "args": [config.python or "/usr/bin/python3", *inner],
             "env": [f"{name}={value}" for name, value in _ENVIRONMENT.items()],
             "cwd": "/tmp",
-            "capabilities": {},
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), _CAPABILITIES),
             "noNewPrivileges": True,
         },
         "root": {"path": "rootfs", "readonly": True},
@@ -70,6 +72,19 @@ def gvisor_bundle(config: SandboxConfig, inner: Sequence[str]) -> dict[str, obje
         "mounts": mounts,
         "linux": {"namespaces": [{"type": one} for one in ("pid", "network", "ipc", "uts", "mount")]},
     }
+
+
+def program_user(config: SandboxConfig) -> int:
+    """The user that programs become inside the sandbox; 0: they are the user of its first process."""
+    return _FIRST_USER if config.kind == "gvisor" and os.geteuid() == 0 else 0
+
+
+def forget_container(command: Sequence[str]) -> None:
+    """Remove what runsc keeps of a container that was killed."""
+    if command[0] == "runsc":
+        root = next(word.partition("=")[2] for word in command if word.startswith("--root="))
+        for path in Path(root).glob(f"{command[-1]}_*"):
+            path.unlink(missing_ok=True)
 
 
 def _bundle(config: SandboxConfig, inner: Sequence[str]) -> Path:

@@ -35,6 +35,12 @@ TICK_S = 0.02  # between looks at a program's output and memory
 MOST_LEFT = 2000  # files that are removed after a program; with more the sandbox is replaced
 WORK, WRITABLE = "/tmp", ("/tmp", "/dev/shm")
 FILE = "main.py"  # of the program, in tracebacks
+# signals that the first process ignores: gVisor delivers them to it. Python ignores SIGPIPE and SIGXFSZ anyway; without
+# SIGCHLD's default no end could be waited for
+HANDLED = signal.valid_signals() - {
+    *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ),
+    *range(32, signal.SIGRTMIN),
+}
 
 
 def exactly(source: int, n: int) -> bytes:
@@ -67,25 +73,39 @@ def protect(code: bytes) -> bool:
     return bool(libc.prctl(PR_SET_SECCOMP, 2, program, 0, 0) == 0)
 
 
+def moved(source: int, to: int, n: int) -> None:
+    """Move `n` bytes from a pipe to a memory file; none of them passes through the memory of this process."""
+    try:
+        while n:
+            n -= os.splice(source, to, n)
+    except OSError:  # gVisor cannot: another process copies what is left
+        child = os.fork()
+        if child == 0:
+            while n:
+                n -= os.write(to, exactly(source, min(n, 1 << 16)))
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
 class Inside:
-    """limits: memory, cpu, processes, disk (bytes or numbers), output (bytes of both streams together)."""
+    """limits: memory, cpu, processes, disk (bytes or numbers), output (bytes of both streams together); user: that
+    programs become, 0: they stay this process's."""
 
     def __init__(self, limits: dict[str, int]) -> None:
         self.limits = limits
         self.files = [os.memfd_create(name) for name in ("in", "out", "err")]
+        if limits["user"]:  # gVisor lets every user open what is not denied by its mode in /proc/1/fd
+            for f in self.files:
+                os.fchmod(f, 0o600)
 
     def run(self, requests: int, program: dict[str, Any], stdin: int) -> dict[str, Any]:
         began = time.monotonic()
         for f in self.files:
             os.ftruncate(f, 0)
             os.lseek(f, 0, os.SEEK_SET)
-        while stdin:
-            stdin -= os.splice(requests, self.files[0], stdin)
+        moved(requests, self.files[0], stdin)
         os.lseek(self.files[0], 0, os.SEEK_SET)
-        for path, content in program["files"].items():
-            os.makedirs(os.path.dirname(os.path.join(WORK, path)), exist_ok=True)
-            with open(os.path.join(WORK, path), "wb") as file:
-                file.write(base64.b64decode(content))
+        self.write(program["files"])
         child = os.fork()
         if child == 0:
             self.become(program)
@@ -105,6 +125,18 @@ class Inside:
         out, err = (base64.b64encode(text).decode() for text in texts)
         seconds = time.monotonic() - began
         return {"how": how, "code": code, "out": out, "err": err, "seconds": seconds, "clean": cleaned()}
+
+    def write(self, files: dict[str, str]) -> None:
+        """Write the files of a program, relative path -> base64, which are its user's."""
+        for path, content in files.items():
+            where = os.path.join(WORK, path)
+            os.makedirs(os.path.dirname(where), exist_ok=True)
+            with open(where, "wb") as file:
+                file.write(base64.b64decode(content))
+        if files and self.limits["user"]:
+            for root, folders, names in os.walk(WORK):
+                for name in (*folders, *names):
+                    os.chown(os.path.join(root, name), self.limits["user"], self.limits["user"])
 
     def watch(self, child: int, until: float) -> str:
         """Wait for the program's first process. Returns why it must be ended; "exit": it has ended."""
@@ -156,7 +188,13 @@ class Inside:
             ):
                 resource.setrlimit(which, (most, most))
             resource.setrlimit(resource.RLIMIT_CPU, (self.limits["cpu"], self.limits["cpu"] + 1))
+            for number in HANDLED:
+                signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self.limits["user"]:
+                os.setgroups([])
+                os.setgid(self.limits["user"])
+                os.setuid(self.limits["user"])
             ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
             if program["argv"]:
                 execute(program["argv"])
@@ -251,10 +289,12 @@ def cleaned() -> bool:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in HANDLED:
+        signal.signal(number, signal.SIG_IGN)
     requests, replies = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0), os.dup2(null, 1), os.close(null)
+    os.dup2(null, 0), os.dup2(null, 1)
+    os.close(null)
     size, _ = struct.unpack("<II", exactly(requests, 8))
     hello = json.loads(exactly(requests, size))
     inside = Inside(hello["limits"])

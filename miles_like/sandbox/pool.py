@@ -27,6 +27,7 @@ from pathlib import Path
 
 from miles_like.limits.regular_files import parse_json
 from miles_like.sandbox.config import SandboxConfig
+from miles_like.sandbox.containers import forget_container, program_user
 from miles_like.sandbox.program import Program, Ran, SandboxLost, Status
 from miles_like.sandbox.seccomp import seccomp_filter
 
@@ -34,6 +35,7 @@ from miles_like.sandbox.seccomp import seccomp_filter
 Launch = Callable[[int, Sequence[str]], list[str]]
 INNER = ("-s", "-B", "-c", Path(__file__).with_name("inside.py").read_text(encoding="utf-8"))
 _SPARE_S = 10.0  # for a sandbox to answer after the time limit of its program
+_ENDS_S = 3.0  # for a container to end by itself
 _TRIES = 2  # sandboxes in which a program is run before it counts as lost
 _REPLY_BYTES = 64 << 20
 
@@ -170,7 +172,7 @@ class _Box:
     """One sandbox."""
 
     def __init__(self, command: Sequence[str], config: SandboxConfig) -> None:
-        self._config, self.runs = config, 0
+        self._config, self._command, self.runs = config, command, 0
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         try:
@@ -188,6 +190,7 @@ class _Box:
             "processes": c.processes,
             "disk": c.disk_mb << 20,
             "output": c.output_kb << 10,
+            "user": program_user(c),
         }
         code = base64.b64encode(seccomp_filter(platform.machine())).decode()
         hello = self._exchange({"limits": limits, "filter": code}, b"", c.start_timeout_s)
@@ -211,8 +214,13 @@ class _Box:
             self._process.kill()
 
     def end(self) -> None:
+        if self._config.kind != "bwrap":  # a container ends by itself, and removes what it keeps on the machine
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                self._process.stdin.close()
+                self._process.wait(_ENDS_S)
         self.kill()
         self._process.wait()
+        forget_container(self._command)
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             with contextlib.suppress(OSError):
                 pipe.close()

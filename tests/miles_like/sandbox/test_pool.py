@@ -160,18 +160,18 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, env=environment)
     assert owner.stdout is not None and owner.stdout.readline() == b"ready\n"
-    below = _descendants(owner.pid)
+    below = descendants(owner.pid)
     assert len(below) >= 8, below  # bwrap, the first process, the program and its child, twice
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
     until = time.monotonic() + 20
-    while (left := [pid for pid in below if _runs(pid)]) and time.monotonic() < until:
+    while (left := [pid for pid in below if runs(pid)]) and time.monotonic() < until:
         time.sleep(0.05)
     assert not left and not list(tmp_path.rglob("*"))
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -188,7 +188,7 @@ def _descendants(pid: int) -> list[int]:
     return out
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
