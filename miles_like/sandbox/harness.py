@@ -31,8 +31,8 @@ from typing import Any, NoReturn
 
 PR_SET_DUMPABLE = 4  # linux/prctl.h
 MAPPINGS = (dict, collections.Counter, collections.OrderedDict, collections.defaultdict)
-SEQUENCES = {"l": list, "t": tuple, "s": set, "z": frozenset, "q": collections.deque}
-_TAGS = {of: tag for tag, of in SEQUENCES.items()}
+SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "z": frozenset, "q": collections.deque}
+_TAGS: dict[Any, str] = {of: tag for tag, of in SEQUENCES.items()}
 
 
 def dump(value: Any) -> Any:

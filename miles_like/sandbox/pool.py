@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from miles_like.limits.regular_files import parse_json
 from miles_like.sandbox.config import SandboxConfig
@@ -225,7 +226,7 @@ class _Box:
             with contextlib.suppress(OSError):
                 pipe.close()
 
-    def _exchange(self, message: dict[str, object], stdin: bytes, limit_s: float) -> dict[str, object]:
+    def _exchange(self, message: dict[str, Any], stdin: bytes, limit_s: float) -> dict[str, Any]:
         """The reply to a request. Raises SandboxLost where there is none within the limit."""
         body = json.dumps(message).encode()
         left = memoryview(struct.pack("<II", len(body), len(stdin)) + body + stdin)

@@ -29,7 +29,7 @@ def answer(code: bytes, machine: str, number: int, *arguments: int) -> int:
         if op == 0x20:
             (held,) = struct.unpack_from("<I", data, operand)
         elif op == 0x06:
-            return operand
+            return int(operand)
         else:
             at += yes if {0x15: held == operand, 0x35: held >= operand, 0x45: bool(held & operand)}[op] else no
 
