@@ -24,7 +24,7 @@ TESTED_ELSEWHERE = ("scripts",)  # folders without a folder of tests: tests/e2e 
 # separate row. A name stands for its subfolders too: "quant" is quant.spec, quant.formats and the others.
 CONTRACTS = (
     "miles_like.types miles_like.records miles_like.protocols miles_like.rank_protocols miles_like.plugins"
-    " miles_like.hf miles_like.limits miles_like.section miles_like.spans miles_like.variables"
+    " miles_like.hf miles_like.limits miles_like.sandbox miles_like.section miles_like.spans miles_like.variables"
 )
 RULES = {
     "quant.exact": "",
@@ -53,6 +53,8 @@ RULES = {
     "rollout.tool_config": "miles_like.section miles_like.variables",
     "rollout.config": "miles_like.section miles_like.variables rollout.tool_config",
     "rollout.server_url": "",
+    # programs of a model, for rewards above and environments below
+    "miles_like.sandbox": "miles_like.limits miles_like.section rollout.server_url",
     "rollout.concurrency": "",
     "rollout.seeds": "",
     "rollout.wire": "miles_like.types",
@@ -82,6 +84,8 @@ RULES = {
     "rollout.recorder": f"{CONTRACTS} rollout.chat rollout.openai rollout.seeds rollout.tool_config",
     "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds rollout.chat"
     " rollout.recorder rollout.tools",
+    # an environment may be named by any configuration, and names no other room
+    "rollout.environments": CONTRACTS,
     "rollout.embedded.families": "",
     "rollout.embedded.device": "rollout.embedded.families",
     "rollout.embedded.cache": "rollout.embedded.device rollout.embedded.families",
@@ -125,7 +129,7 @@ RULES = {
     "miles_like.config.sections": "miles_like.config.sections.watched quant.spec megatron_bridge.config rollout.config"
     " rollout.server_url miles_like.section miles_like.device_table miles_like.variables",
     "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts miles_like.limits"
-    " miles_like.section miles_like.config.sections",
+    " miles_like.sandbox miles_like.section miles_like.config.sections",
     "miles_like.config.foreign": "miles_like.limits miles_like.config",
     "miles_like.timing": "quant.spec megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
     " miles_like.config miles_like.device_table miles_like.timing.rates",
@@ -201,7 +205,7 @@ RULES = {
     " megatron_bridge.plan megatron_bridge.convert miles_like.algorithms miles_like.batch miles_like.check_results"
     " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.nodes miles_like.report miles_like.staging"
     " miles_like.storage miles_like.supervised",
-    "miles_like.doctor": "miles_like.check_results miles_like.nodes miles_like.variables",
+    "miles_like.doctor": "miles_like.check_results miles_like.nodes miles_like.sandbox miles_like.variables",
     # scripts and manifests that start a run; they name no process of it
     # storage: whether a start that is repeated has begun
     "miles_like.launch": "miles_like.config.sections miles_like.stopping miles_like.storage miles_like.variables",
@@ -272,6 +276,7 @@ KERNELS = "quant.kernels"  # imports triton too, but only modules that are loade
 TORCH_FREE = (  # and all that they import
     "megatron_bridge.config",
     "miles_like.config",
+    "miles_like.sandbox",
     "miles_like.simulation",
     "quant.hf_config",
     "quant.spec",

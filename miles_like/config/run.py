@@ -34,6 +34,7 @@ from miles_like.config.sections.watched.mismatch import MismatchConfig
 from miles_like.config.sections.watched.report import ReportConfig
 from miles_like.config.sections.watched.tracing import TraceConfig
 from miles_like.config.sections.watched.trackers import TrackersConfig
+from miles_like.sandbox.config import SandboxConfig
 from miles_like.section import Section
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.prompts.config import DataConfig
@@ -117,6 +118,7 @@ class RunConfig(Section):
     supervised: SupervisedConfig = SupervisedConfig()
     mismatch: MismatchConfig = MismatchConfig()
     reward: RewardConfig = RewardConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     buffer: BufferConfig = BufferConfig()
     rollout: RolloutConfig = RolloutConfig()
     publish: PublishConfig = PublishConfig()
@@ -152,6 +154,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def eval_sets_make_sense(self) -> RunConfig:
         sets, played = self.eval_sets, self.rollout.has_episode_runner
+        self.sandbox.check_run(runs_programs=self.reward.runs_programs)
         check_measured(sets, self.reward.name, played=played)
         self.data.check_run(has_eval_set=bool(sets), has_reward=played or self.reward.name != "none")
         return self
@@ -185,6 +188,7 @@ class RunConfig(Section):
             "distillation",
             "mismatch",
             "reward",
+            "sandbox",
             "buffer",
             "rollout",
             "publish",

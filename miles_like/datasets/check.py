@@ -80,7 +80,7 @@ def examine_file(
     full, form: as of `gold_faults`. Raises ValueError for a file of which no row can be read, a faulty eval set, and an
     unknown reward."""
     exact_threshold(threshold)
-    reward = None if settings.reward is None else make_reward(settings.reward)
+    reward = None if settings.reward is None else make_reward(settings.reward, sandbox=settings.sandbox)
     tables = {name: read_table(file, settings.data) for name, file in held.items()}
     return asyncio.run(_examine(path, settings.data, tokenizer, reward, tables, threshold, full=full, form=form))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from miles_like.config.load import checked, parse_override, read_tree
 from miles_like.config.sections.eval import NAME, EvalConfig
 from miles_like.config.sections.reward import RewardConfig
+from miles_like.sandbox.config import SandboxConfig
 from miles_like.section import Section
 from rollout.prompts.config import DataConfig
 
@@ -17,6 +18,7 @@ class DataTools(Section):
 
     data: DataConfig
     reward: RewardConfig | None = None  # None: no reward is named, and answers are not scored
+    sandbox: SandboxConfig = SandboxConfig()
     eval: EvalConfig = EvalConfig()
 
 

@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from miles_like.check_results import Outcome
 from miles_like.doctor.examiner import NodeReport
-from miles_like.doctor.findings import Finding, Needs, by_value, listed
+from miles_like.doctor.findings import Finding, Needs, by_value, listed, one_row
 from miles_like.doctor.software import Software
 
 # CUDA of torch -> the oldest Linux driver that runs it, with minor-version compatibility (CUDA Toolkit release notes,
@@ -34,7 +34,16 @@ def check_software(reports: Mapping[str, NodeReport], needs: Needs) -> list[Find
         out += _equal("engine", engines, needs.engine_packages)
     for side, environments in (("trainer", own), *((("engine", engines),) if needs.engine_packages else ())):
         out += _together([(node, fault) for node, one in environments.items() for fault in misfits(side, one)])
-    return out + _together([(node, f) for node, r in reports.items() for f in driver_misfits(r)])
+    out += _together([(node, f) for node, r in reports.items() for f in driver_misfits(r)])
+    return out + _sandbox(reports, needs)
+
+
+def _sandbox(reports: Mapping[str, NodeReport], needs: Needs) -> list[Finding]:
+    faults = {node: fault for node, r in reports.items() if (fault := r["sandbox"]) is not None}
+    kind = str(needs.sandbox.kind)
+    return one_row(
+        "sandbox", dict.fromkeys(faults, kind), {node: f"{node}: {fault}" for node, fault in faults.items() if fault}
+    )
 
 
 def _equal(side: str, environments: Mapping[str, Software], needed: tuple[str, ...]) -> list[Finding]:

@@ -92,7 +92,7 @@ def examiner_of(needs: Needs, *, brief: bool = False) -> Examiner:
     """The examiner of each node. brief: without disks, which a run's other checks cover, and without GPUs of a run that
     uses none."""
     paths, gpus = (() if brief else needs.paths), not brief or bool(needs.gpus_per_node)
-    return Examiner(engine=needs.engine, paths=paths, gpus=gpus, network=needs.network)
+    return Examiner(engine=needs.engine, paths=paths, gpus=gpus, network=needs.network, sandbox=needs.sandbox)
 
 
 def examine(

@@ -13,6 +13,8 @@ from miles_like.doctor.links import Linker, LinkTimes
 from miles_like.doctor.machine import MachineFacts, machine_facts
 from miles_like.doctor.software import Software, engine_software, software
 from miles_like.nodes.probe import is_free
+from miles_like.sandbox.config import NO_SANDBOX, SandboxConfig
+from miles_like.sandbox.make import try_sandbox
 from miles_like.variables import set_variables
 
 
@@ -24,6 +26,7 @@ class NodeReport(TypedDict):
     engine: Software | str  # of the engine's interpreter; a text: why it reports none
     gpus: list[GpuFacts] | str  # a text: why none is reported
     disks: dict[str, DiskFacts]
+    sandbox: str | None  # why it runs no program; "": it does; None: the run has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,7 @@ class Examiner:
 
     engine: str
     paths: tuple[str, ...]
+    sandbox: SandboxConfig = NO_SANDBOX
     gpus: bool = True  # ask nvidia-smi, which may take seconds a GPU
     network: Callable[[str | None], Mapping[str, str]]  # as that of `Needs`
 
@@ -72,6 +76,7 @@ class ExaminedNode:
             "engine": engine_software(asked.engine),
             "gpus": query_gpus() if asked.gpus else "not requested",
             "disks": {path: disk_facts(path, token) for path in asked.paths},
+            "sandbox": _sandbox_fault(asked.sandbox),
         }
 
     def used(self, ports: tuple[int, ...]) -> tuple[int, ...]:
@@ -85,3 +90,13 @@ class ExaminedNode:
     def forget(self, token: str) -> None:
         for path in self._asked.paths:
             forget(path, token)
+
+
+def _sandbox_fault(config: SandboxConfig) -> str | None:
+    if config.kind is None:
+        return None
+    try:
+        try_sandbox(config)
+    except ValueError as e:
+        return str(e)
+    return ""

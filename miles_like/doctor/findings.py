@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from miles_like.check_results import Outcome
 from miles_like.nodes.facts import ServerPort
+from miles_like.sandbox.config import NO_SANDBOX, SandboxConfig
 
 Ports = Mapping[int, Sequence[ServerPort]]  # number of a run's node -> what its servers bind
 
@@ -51,6 +52,7 @@ class Needs:
     packages: tuple[str, ...] = ("torch", "megatron-core", "ray")  # of the trainer's environment
     engine: str = sys.executable  # interpreter of the rollout engine
     engine_packages: tuple[str, ...] = ()
+    sandbox: SandboxConfig = NO_SANDBOX  # where programs of the model run on every node
     environment: Mapping[str, str] = field(default_factory=dict)  # of the run's ranks on every node
     # interface of a node's address -> variables by which gloo and NCCL of its ranks choose their network; picklable
     network: Callable[[str | None], Mapping[str, str]] = no_variables

@@ -75,6 +75,7 @@ class Preflight:
         if "train" in self.to_do:
             out.append(run_check("memory", lambda: self._memory(None)))
             out.append(run_check("trackers", lambda: check_packages(self.config.trackers, self.config.trace)))
+            out += self._sandbox()
             out += self._sources()
             out += self._rewards() if self.config.servers is not None else []
             out += self._plugins()
@@ -157,6 +158,20 @@ class Preflight:
                 out.append(run_check(path, partial(read, path, column)))
         return out
 
+    def _sandbox(self) -> list[CheckResult]:
+        config = self.config.sandbox
+        if config.kind is None or self.config.servers is None:
+            return []
+
+        def check() -> None:
+            from miles_like.sandbox.make import try_sandbox
+
+            if config.kind == "remote" and not self.online:
+                raise NotCheckedError(f"the server at {config.url}")
+            try_sandbox(config)
+
+        return [run_check("sandbox", check)]
+
     # the rows
 
     def _sources(self) -> list[CheckResult]:
@@ -217,7 +232,7 @@ class Preflight:
         from miles_like.rewards.load import Rewards
 
         c = self.config
-        out = [run_check("reward", lambda: check_over_sampling(c, Rewards(c.reward)(None)))]
+        out = [run_check("reward", lambda: check_over_sampling(c, Rewards(c.reward, sandbox=c.sandbox)(None)))]
         if out[0].outcome is Outcome.WRONG:
             return out
         return [*out, *map(self._checked_reward, self._reward_names())]
@@ -245,7 +260,8 @@ class Preflight:
                     f"the server at {reward.url} is only called once the model's tokenizer is fetched"
                 )
         limit_s = min(config.timeout_s or CALL_S, CALL_S if self.online else DRY_CALL_S)
-        scorer = make_reward(config.model_copy(update={"retries": 0, "timeout_s": limit_s, "outage_s": 0.0}))
+        once = config.model_copy(update={"retries": 0, "timeout_s": limit_s, "outage_s": 0.0})
+        scorer = make_reward(once, sandbox=self.config.sandbox)
         prompt = self._row()
         n = 1 if scorer.unit is Unit.SAMPLE else min(2, self.config.train.samples_per_group)
         from miles_like.preflight.trial_calls import samples_of
@@ -306,8 +322,10 @@ class Preflight:
         return scored(prompt, samples_of(prompt, self.tokenizer, n, longest=c.rollout.max_new_tokens))
 
     def _episode(self) -> None:
+        from miles_like.sandbox.make import use_sandbox
         from rollout.episodes.runner import make_episode_runner
 
+        use_sandbox(self.config.sandbox)
         c = self.config.rollout
         if self.tokenizer_dir is None and (c.tools.given or c.agent.given or c.renderer is not None):
             if c.tools.given:

@@ -42,6 +42,7 @@ def run_needs(config: RunConfig, run_dir: Path | None = None) -> Needs:
         packages=("torch", "megatron-core", "ray", *te, *flex),
         engine=sys.executable if servers is None else servers.python or sys.executable,
         engine_packages=engine_packages,
+        sandbox=config.sandbox,
         environment=plain_values(c.env),
         network=partial(network_variables, env=plain_values(c.env)),
     )

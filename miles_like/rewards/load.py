@@ -28,6 +28,7 @@ from miles_like.config.sections.reward import (
     RemoteConfig,
     RewardConfig,
     RewardModelConfig,
+    UnitTestsConfig,
 )
 from miles_like.config.sections.reward import MathVerify as MathVerifyConfig
 from miles_like.limits.threads import DaemonThreads
@@ -42,10 +43,12 @@ from miles_like.rewards.judges.reward_model import RewardModel
 from miles_like.rewards.maths.answers import Exact, MultipleChoice, Regex, exact_number, gsm8k
 from miles_like.rewards.maths.math_verify import MathVerify
 from miles_like.rewards.scorer import Limits, Scorer
+from miles_like.rewards.unit_tests import UnitTests
 from miles_like.rewards.weighted import Weighted
+from miles_like.sandbox.config import NO_SANDBOX, SandboxConfig
 from miles_like.types import Unit
 
-LOCAL_S, MODEL_S, REMOTE_S = 10.0, 600.0, 60.0  # time limits where the configuration has none
+LOCAL_S, MODEL_S, PROGRAM_S, REMOTE_S = 10.0, 600.0, 600.0, 60.0  # time limits where the configuration has none
 REMOTE_RETRIES, CALLS, WAIT_S, CLOSE_S = 2, 64, 1.0, 10.0
 OUTAGE_S = 600.0  # reward.outage_s of a run
 
@@ -55,17 +58,25 @@ Function = Callable[..., object]
 class Rewards:
     """The run's reward, and other rewards that evaluation sets name. They are closed together."""
 
-    def __init__(self, config: RewardConfig, *, outage_s: float = 0.0, log: RewardLog | None = None) -> None:
-        """outage_s: reward.outage_s where the configuration has none. log: counts the calls of all of them."""
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        sandbox: SandboxConfig = NO_SANDBOX,
+        outage_s: float = 0.0,
+        log: RewardLog | None = None,
+    ) -> None:
+        """sandbox: where programs of the model run. outage_s: reward.outage_s where the configuration has none. log:
+        counts the calls of all of them."""
         if config.outage_s is None:
             config = config.model_copy(update={"outage_s": outage_s})
-        self._config, self.log = config, log
-        self._made: dict[str | None, RewardFn] = {None: make_reward(config, log)}
+        self._config, self._sandbox, self.log = config, sandbox, log
+        self._made: dict[str | None, RewardFn] = {None: make_reward(config, log, sandbox=sandbox)}
 
     def __call__(self, name: str | None) -> RewardFn:
         """The reward `name`; None: the run's. Raises ValueError as `make_reward` does."""
         if name not in self._made:
-            self._made[name] = make_reward(self._config.named(str(name)), self.log)
+            self._made[name] = make_reward(self._config.named(str(name)), self.log, sandbox=self._sandbox)
         return self._made[name]
 
     async def close(self) -> None:
@@ -73,12 +84,13 @@ class Rewards:
             await reward.close()
 
 
-def make_reward(config: RewardConfig, log: RewardLog | None = None) -> RewardFn:
+def make_reward(config: RewardConfig, log: RewardLog | None = None, *, sandbox: SandboxConfig = NO_SANDBOX) -> RewardFn:
     """The configuration's reward, or the weighted sum of its parts. log: counts their calls.
 
-    Raises ValueError for an unknown name (with the nearest), and for an import path without a callable.
+    Raises ValueError for an unknown name (with the nearest), for an import path without a callable, and for a reward
+    that runs programs without a sandbox.
     """
-    made = {name: _one(name, config) for name in config.weights}
+    made = {name: _one(name, config, sandbox) for name in config.weights}
     for scorer in made.values():
         scorer.log = log
     if not config.parts:
@@ -103,18 +115,21 @@ def scored_by(function: Function, config: RewardConfig | None = None, *, label: 
     return Scorer(call=call, unit=unit, slow=is_async(function), end=partial(_end, function, threads), limits=limits)
 
 
-def _one(name: str, config: RewardConfig) -> Scorer:
+def _one(name: str, config: RewardConfig, sandbox: SandboxConfig) -> Scorer:
     key, reward = "reward.parts" if config.parts else "reward.name", config.part(name)
     if isinstance(reward, FunctionReward):
         function = load(name, key=key, known=BUILT_IN)
         return scored_by(function, config, label=f"{key} {name!r}")
-    return _built_in(name, reward, config)
+    return _built_in(name, reward, config, sandbox)
 
 
-def _built_in(name: str, reward: BuiltIn, config: RewardConfig) -> Scorer:
-    function, remote = _function(reward, config.timeout_s or LOCAL_S), isinstance(reward, EndpointConfig)
+def _built_in(name: str, reward: BuiltIn, config: RewardConfig, sandbox: SandboxConfig) -> Scorer:
+    function, remote = _function(reward, config.timeout_s or LOCAL_S, sandbox), isinstance(reward, EndpointConfig)
+    programs = isinstance(reward, UnitTestsConfig)
     limits = Limits()
-    if remote:
+    if programs:
+        limits = _limits(config, PROGRAM_S, REMOTE_RETRIES)
+    elif remote:
         limits = replace(_limits(config, REMOTE_S, REMOTE_RETRIES), outage_s=config.outage_s or 0.0)
     elif isinstance(reward, LocalRewardModelConfig):
         limits = _limits(config, MODEL_S, 0)
@@ -126,7 +141,7 @@ def _built_in(name: str, reward: BuiltIn, config: RewardConfig) -> Scorer:
     return Scorer(
         call=call,
         unit=unit,
-        slow=remote,
+        slow=remote or programs,
         compares=name if reward.compares else None,
         limits=limits,
         end=partial(_end, function, threads),
@@ -134,7 +149,7 @@ def _built_in(name: str, reward: BuiltIn, config: RewardConfig) -> Scorer:
     )
 
 
-def _function(reward: BuiltIn, limit_s: float) -> SampleReward | BatchReward:
+def _function(reward: BuiltIn, limit_s: float, sandbox: SandboxConfig) -> SampleReward | BatchReward:
     """limit_s: of a call that may take unbounded time."""
     match reward:
         case ExactNumber():
@@ -161,6 +176,8 @@ def _function(reward: BuiltIn, limit_s: float) -> SampleReward | BatchReward:
             return LocalRewardModel(reward)
         case JudgeConfig():
             return Judge(reward)
+        case UnitTestsConfig():
+            return UnitTests(reward, sandbox)
         case NoReward():
             return none
         case _:

@@ -30,6 +30,7 @@ from miles_like.rewards.calibration import (
     padded,
 )
 from miles_like.rewards.load import Rewards
+from miles_like.sandbox.config import SandboxConfig
 from miles_like.section import Section
 from miles_like.stopping import run_to_end
 from miles_like.types import Finish, Prompt, Sample, Score
@@ -42,6 +43,7 @@ class CalibrateConfig(Section):
 
     data: DataConfig = DataConfig(train="")
     reward: RewardConfig = RewardConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     supervised: SupervisedConfig = SupervisedConfig()
 
 
@@ -95,7 +97,7 @@ def calibrate(
         raise ValueError(
             f"the rewards are {', '.join(names) or 'none'}: pass one or more rewards, each once, with --by"
         )
-    rewards = Rewards(config.reward)
+    rewards = Rewards(config.reward, sandbox=config.sandbox)
     made = {name: rewards(name) for name in names}
     for name in names:
         part = config.reward.part(name)

@@ -28,6 +28,8 @@ from miles_like.report.metrics import readable
 from miles_like.report.paired.scores import write_answers
 from miles_like.rewards.load import Rewards
 from miles_like.run.setup.model_plan import run_tokenizer
+from miles_like.sandbox.config import SandboxConfig
+from miles_like.sandbox.make import use_sandbox
 from miles_like.section import Section
 from miles_like.stopping import run_to_end
 from miles_like.types import Finish, SamplingParams
@@ -58,6 +60,7 @@ class AloneConfig(Section):
     seed: int = 0
     data: DataConfig
     reward: RewardConfig = RewardConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     rollout: RolloutConfig = RolloutConfig()
     eval: EvalConfig = EvalConfig()
 
@@ -175,11 +178,12 @@ class EvalAlone:
         self.attached = attached
         self.key = key if attached is not None else ServerKey.new()
         self.tokenizer = run_tokenizer(hf_dir)
-        self.rewards = Rewards(config.reward)
+        self.rewards = Rewards(config.reward, sandbox=config.sandbox)
         sets = config.eval.all_sets(config.data.eval)
         self.sets: list[HeldOut] = held_out(
             sets, config.data, prompting(self.tokenizer, config.rollout.tools), self.rewards
         )
+        use_sandbox(config.sandbox)
         self.runner = make_episode_runner(config.rollout, self.tokenizer, timed=not config.alignment.deterministic)
         self.search = None if search is None else self._search(search)
 

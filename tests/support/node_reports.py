@@ -19,6 +19,7 @@ def healthy(index: int = 0, *, gpus: int = 8) -> NodeReport:
         "engine": software(),
         "gpus": [gpu(i) for i in range(gpus)] if gpus else "no nvidia-smi",
         "disks": {"/shared": disk(), "/local": disk()},
+        "sandbox": None,
     }
 
 

@@ -254,6 +254,17 @@ class JudgeConfig(EndpointConfig):
         return self
 
 
+class UnitTestsConfig(Reward):
+    """Runs the program of a response in the sandbox of [sandbox], with the tests of the prompt's row."""
+
+    tests_key: str = "tests"  # column of the tests (docs/rewards.md)
+    entry_key: str = "entry_point"  # column of the function that a test's `check` gets; may be missing
+    count: Literal["all", "share"] = "all"  # all: 1 when every test passes, else 0; share: of the tests that pass
+    fenced: bool = True  # the program is the last fenced block of Python; false: the whole response
+
+    reads = _CALLS
+
+
 BuiltIn: TypeAlias = (
     ExactNumber
     | ExactConfig
@@ -267,6 +278,7 @@ BuiltIn: TypeAlias = (
     | RewardModelConfig
     | LocalRewardModelConfig
     | JudgeConfig
+    | UnitTestsConfig
     | NoReward
 )
 # name -> the reward; where it has fields, they are the section [reward.NAME]
@@ -283,6 +295,7 @@ BUILT_IN: dict[str, type[BuiltIn]] = {
     "reward_model": RewardModelConfig,
     "local_reward_model": LocalRewardModelConfig,
     "judge": JudgeConfig,
+    "unit_tests": UnitTestsConfig,
     "none": NoReward,
 }
 DEFAULT = "exact_number"
@@ -315,6 +328,7 @@ class RewardConfig(Section):
     reward_model: RewardModelConfig | None = None
     local_reward_model: LocalRewardModelConfig | None = None
     judge: JudgeConfig | None = None
+    unit_tests: UnitTestsConfig | None = None
 
     @property
     def weights(self) -> dict[str, float]:
@@ -334,6 +348,11 @@ class RewardConfig(Section):
                 f"reward {name!r} needs options: add it to reward.parts and set [reward.{name}], with a weight of "
                 f"0 if it should only be logged ({e.errors()[0]['msg']})"
             ) from None
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether one of the rewards needs a sandbox."""
+        return any(BUILT_IN.get(name) is UnitTestsConfig for name in self.weights)
 
     def compares(self, name: str) -> bool:
         """Whether the reward `name` needs the prompt's answer. False where its options are missing."""

@@ -32,7 +32,7 @@ def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
     reward, or the tools."""
     c = plan.config
     calls = RewardTally()
-    rewards = Rewards(c.reward, outage_s=OUTAGE_S, log=calls)
+    rewards = Rewards(c.reward, sandbox=c.sandbox, outage_s=OUTAGE_S, log=calls)
     check_over_sampling(c, rewards(None))
     tokenizer = prompting(plan.tokenizer, c.rollout.tools)
     source = PromptSource(c.data, tokenizer, seed=c.seed, compared_by=rewards(None).compares)

@@ -15,6 +15,7 @@ from miles_like.config.run import ModelConfig, RunConfig
 from miles_like.config.sections.make import MakeConfig
 from miles_like.report.traces.writer import parts_of
 from miles_like.run.setup.model_plan import ModelPlan
+from miles_like.sandbox.make import use_sandbox
 from miles_like.turns.order import Turns
 from miles_like.turns.users import TurnClient
 from miles_like.types import SamplingParams
@@ -103,6 +104,7 @@ class RolloutSide:
     def episode_runner(self) -> EpisodeRunner:
         """The configured episode runner. Raises ValueError for a user's function that cannot be loaded or called."""
         c = self.plan.config
+        use_sandbox(c.sandbox)
         timed = not c.alignment.deterministic  # so that files of equal runs have equal bytes
         return make_episode_runner(c.rollout, self.plan.tokenizer, resumes=self.resumes, timed=timed)
 

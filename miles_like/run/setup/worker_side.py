@@ -99,7 +99,7 @@ class WorkerRecipe:
             spans.begin(parts_of(self.run_dir), "rollout_worker")
         plan = model_plan(self.config, self.run_dir, self.served, self.weights)
         rollout, calls = RolloutSide(plan=plan, key=self.key), RewardTally()
-        rewards = Rewards(self.config.reward, outage_s=OUTAGE_S, log=calls)
+        rewards = Rewards(self.config.reward, sandbox=self.config.sandbox, outage_s=OUTAGE_S, log=calls)
         # where the run goes on without some servers, a worker whose own ones are gone asks others
         serving, of_run = None, list(urls)
         if self.goes_on:

@@ -306,3 +306,13 @@ def test_many_pairs_are_summed_up_and_a_slow_one_is_remarked() -> None:
     found = check_links("gloo", links, cluster(), NAMES, NEEDS)
     assert not faults(found) and len(found) == 2
     assert "slowest 2.00 ms, 100 MB/s" in found[0].found and "the median of all pairs is 5.0 GB/s" in remarks(found)[0]
+
+
+def test_a_sandbox_that_runs_no_program_is_named() -> None:
+    reports = cluster()
+    assert not [f for f in check_software(reports, NEEDS) if f.check == "sandbox"], "a run without one"
+    for node, fault in zip(ALL, ("", "sandbox.kind = 'bwrap' needs the program bwrap", ""), strict=True):
+        reports[node]["sandbox"] = fault
+    found = [f for f in check_software(reports, NEEDS) if f.check == "sandbox"]
+    assert [(f.where, f.outcome.name) for f in found] == [(("node0", "node2"), "OK"), (("node1",), "WRONG")]
+    assert found[1].text == "node1: sandbox.kind = 'bwrap' needs the program bwrap"

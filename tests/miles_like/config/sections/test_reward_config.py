@@ -11,6 +11,7 @@ from miles_like.config.load import checked, dump_config, load_config, read_tree
 from miles_like.config.run import RunConfig
 from miles_like.config.sections.reward import BUILT_IN, RemoteConfig, RewardConfig
 from miles_like.rewards.load import Rewards, make_reward
+from miles_like.sandbox.config import SandboxConfig
 from miles_like.types import Unit
 from tests.support.refusals import Facts, refuses
 
@@ -33,9 +34,10 @@ def test_nothing_said_is_the_exact_number() -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_can_be_made_by_name(name: str) -> None:
-    reward = make_reward(of(name=name, **({name: NEEDED[name]} if name in NEEDED else {})))
+    sandbox = SandboxConfig(kind="remote", url="http://127.0.0.1:1")
+    reward = make_reward(of(name=name, **({name: NEEDED[name]} if name in NEEDED else {})), sandbox=sandbox)
     assert reward.unit is (Unit.BATCH if name == "local_reward_model" else Unit.SAMPLE)
-    assert reward.slow == (name in ("remote", "reward_model", "judge"))
+    assert reward.slow == (name in ("remote", "reward_model", "judge", "unit_tests"))
 
 
 @pytest.mark.parametrize(
