@@ -167,14 +167,15 @@ def time_http(url: str, work: Work) -> float:
 class Server:
     """The engine's server process, while the benchmark lasts."""
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, *more: str) -> None:
+        """more: flags of the server."""
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         command = ["-m", "rollout.embedded.server", "--model-path", str(path), "--port", str(port)]
-        command.append("--enable-return-routed-experts")
-        self.process = subprocess.Popen([sys.executable, *command, "--threads", str(threads)], cwd=ROOT)
+        command += ["--enable-return-routed-experts", "--threads", str(threads), *more]
+        self.process = subprocess.Popen([sys.executable, *command], cwd=ROOT)
 
     def __enter__(self) -> Server:
         until = time.monotonic() + 120

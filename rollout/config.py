@@ -184,6 +184,8 @@ class RolloutConfig(Section):
     environment_timeout_s: float | None = Field(None, gt=0)
     # seconds from the end of its first turn after which an episode is discarded; None: no limit
     episode_timeout_s: float | None = Field(None, gt=0)
+    # environments without async that are called at once, each in a thread; they must not share state
+    environment_threads: int = Field(1, ge=1)
     tools: ToolConfig = ToolConfig()
     agent: AgentConfig = AgentConfig()
     embedded: EmbeddedFlags = EmbeddedFlags()
@@ -340,6 +342,11 @@ class RolloutConfig(Section):
                     f"rollout.{key} = {seconds:g} has no effect without rollout.environment or rollout.tools: remove "
                     "it; rollout.call_timeout_s limits a generate function"
                 )
+        if self.environment_threads > 1 and self.environment is None:
+            raise ValueError(
+                f"rollout.environment_threads = {self.environment_threads} has no effect without rollout.environment: "
+                "remove it"
+            )
         if self.max_episode_tokens is not None and self.max_episode_tokens < self.max_new_tokens:
             raise ValueError(
                 f"rollout.max_episode_tokens = {self.max_episode_tokens} is less than rollout.max_new_tokens = "

@@ -53,6 +53,7 @@ class EpisodeLimits:
     call_s: float = 1800.0  # time limit in seconds for creating the environment and for each of its answers
     environment_s: float | None = None  # takes the place of `call_s`
     episode_s: float | None = None  # from the end of the first turn; None: no limit
+    threads: int = 1  # environments without async that are called at once
 
     def __post_init__(self) -> None:
         assert self.max_turns > 0 and self.max_tokens > 0
@@ -96,7 +97,9 @@ class Episodes(EngineWrapper):
         super().__init__(engine)
         self._resuming, self._log = engine, log
         self._limits = limits
-        self._calls = EnvironmentCalls(make, call_s=limits.call_s, environment_s=limits.environment_s)
+        self._calls = EnvironmentCalls(
+            make, call_s=limits.call_s, environment_s=limits.environment_s, threads=limits.threads
+        )
         self._encode, self._decode, self._chat, self._clock = encode, decode, chat, clock
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:

@@ -26,13 +26,16 @@ _REASON = 100  # most characters of one
 
 class EnvironmentCalls:
     """call_s: limit in seconds for creating an environment and for each of its answers, which ends the run;
-    environment_s: one that discards the episode, in place of it."""
+    environment_s: one that discards the episode, in place of it; threads: in which functions without async are called at
+    once."""
 
-    def __init__(self, make: MakeEnvironment, *, call_s: float, environment_s: float | None = None) -> None:
+    def __init__(
+        self, make: MakeEnvironment, *, call_s: float, environment_s: float | None = None, threads: int = 1
+    ) -> None:
         self._make = make
-        self._calls = TimeLimitedCalls(call_s)
+        self._calls = TimeLimitedCalls(call_s, threads=threads)
         if environment_s is not None:
-            self._calls = TimeLimitedCalls(environment_s, over=partial(EnvironmentLost, TIMEOUT))
+            self._calls = TimeLimitedCalls(environment_s, partial(EnvironmentLost, TIMEOUT), threads)
 
     async def make(self, prompt: Prompt, *, seed: int) -> Environment:
         """Raises EnvironmentLost, and RuntimeError naming the prompt. An environment that a thread creates after its

@@ -123,6 +123,7 @@ def make_episode_runner(
             call_s=config.call_timeout_s,
             environment_s=config.environment_timeout_s,
             episode_s=config.episode_timeout_s,
+            threads=config.environment_threads,
         )
         return EnvironmentEpisodes(
             make=make,

@@ -16,15 +16,15 @@ from miles_like.plugins import is_async
 class TimeLimitedCalls:
     """Call functions and coroutine functions, each with a limit of `seconds`.
 
-    Coroutines run in the event loop. Other functions run one at a time in a daemon thread, so a function that blocks
-    delays neither the event loop nor, after its time limit, the end of the process.
+    Coroutines run in the event loop. Other functions run in daemon threads, at most `threads` at a time, so a function
+    that blocks delays neither the event loop nor, after its time limit, the end of the process.
     """
 
-    def __init__(self, seconds: float, over: Callable[[], Exception] | None = None) -> None:
+    def __init__(self, seconds: float, over: Callable[[], Exception] | None = None, threads: int = 1) -> None:
         """over: makes what is raised at the time limit; None: a TimeoutError that names rollout.call_timeout_s."""
         self._seconds, self._over = seconds, over
         self._threads = DaemonThreads()
-        self._turn = asyncio.Lock()
+        self._turn = asyncio.Semaphore(threads)
 
     async def call(
         self, function: Callable[..., Any], *args: Any, late: Callable[[Any], None] | None = None, **kwargs: Any

@@ -45,6 +45,7 @@ def test_every_shipped_configuration_loads_places_and_comes_back(path: Path, tmp
         ("rollout.environment=a:b", ("rollout.environment", "a:b", "rollout.max_turns")),
         ("rollout.max_turns=2", ("rollout.max_turns", 2, "rollout.environment")),
         ("rollout.episode_timeout_s=2", ("rollout.episode_timeout_s", 2, "rollout.environment")),
+        ("rollout.environment_threads=2", ("rollout.environment_threads", 2, "rollout.environment")),
         ("rollout.environment_timeout_s=2", ("rollout.environment_timeout_s", 2, "rollout.environment")),
         ("rollout={generate='a:b',max_turns=2}", ("rollout.max_turns", 2, "rollout.environment")),
         ("rollout={generate='a:b',environment='a:b'}", ("rollout.generate", "rollout.environment")),

@@ -171,24 +171,27 @@ def test_an_environment_that_never_answers_ends_the_episode_with_a_sentence(make
         played(Talker("7", "24"), make, limit=0.3)
 
 
-def test_functions_are_called_one_at_a_time_and_beside_the_event_loop() -> None:
-    """As many episodes as there are samples: none sees another in the middle of its call."""
-    inside, most, threads = 0, 0, set()
+@pytest.mark.parametrize("count", [1, 3])
+def test_functions_are_called_in_so_many_threads_and_beside_the_event_loop(count: int) -> None:
+    """As many episodes as there are samples; by default none sees another in the middle of its call."""
+    inside, most, threads, lock, together = 0, 0, set(), threading.Lock(), threading.Barrier(count, timeout=20)
 
     def make(prompt: Prompt, *, seed: int) -> Any:
         def answer(sample: Sample, reply: str) -> Observation:
             nonlocal inside, most
-            inside += 1
-            most = max(most, inside)
+            with lock:
+                inside += 1
+                most = max(most, inside)
             threads.add(threading.current_thread() is threading.main_thread())
-            time.sleep(0.01)
-            inside -= 1
+            together.wait()
+            with lock:
+                inside -= 1
             return Observation(ends=True)
 
         return answer
 
-    assert len(played(Talker("7", "24"), make, n=4)) == 4
-    assert most == 1 and threads == {False}
+    assert len(played(Talker("7", "24"), make, n=6, limits={"threads": count})) == 6
+    assert most == count and threads == {False}
 
 
 def test_a_function_s_own_time_out_is_not_the_limit_s() -> None:
