@@ -26,8 +26,8 @@ _REASON = 100  # most characters of one
 
 class EnvironmentCalls:
     """call_s: limit in seconds for creating an environment and for each of its answers, which ends the run;
-    environment_s: one that discards the episode, in place of it; threads: in which functions without async are called at
-    once."""
+    environment_s: one that discards the episode, in place of it; threads: in which functions without async are called
+    at once."""
 
     def __init__(
         self, make: MakeEnvironment, *, call_s: float, environment_s: float | None = None, threads: int = 1
