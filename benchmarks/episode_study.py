@@ -131,7 +131,7 @@ def study(name: str, out: Path, seeds: int, steps: int, *, docs: bool) -> dict[s
     draw(name, of, found, out / f"{name}.png")
     if docs:
         draw(name, of, found, ROOT / "docs" / "images" / f"episodes_{name}.png")
-        put_into(PAGE, "", begin(f"{name} of benchmarks/episode_study.py"), FIGURES_END, text)
+        put_into(PAGE, "", begin(f"benchmarks/episode_study.py:{name}"), FIGURES_END, text)
     ends = {variant: [last(run) or 0.0 for run in runs] for variant, runs in found.items()}
     for variant, values in ends.items():
         print(f"{name}, answers {variant}: {spread(values, '.3f')}")

@@ -23,6 +23,7 @@ FOUND = [(page, *m.groups()) for page in PAGES for m in BLOCK.finditer(page.read
 FROM_ELSEWHERE = {  # their blocks are on other pages
     "algorithms.py",
     "staleness_study.py",
+    "episode_study.py",
     "chains.py",
     "alignment.py",
     "gap_by_context.py",
