@@ -10,6 +10,8 @@ Letters: S tokens a sample, P prompt tokens, A a teacher's prompt tokens, R resp
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,7 +75,7 @@ class Teacher(Protocol):
 @dataclass(slots=True, kw_only=True)
 class TeacherProcess:
     """A server that the run has started for a teacher. One that has ended, or does not answer a request that is sent
-    again, is started again, with the weights of its directory, `restarts` times in a run.
+    again, is started again, with the weights of its directory, `restarts` times within `window_s` seconds at most.
 
     ended: whether its process has ended. restart: starts it again and returns a client; raises RuntimeError where it
     does not come up. Both block. say: called with what happened.
@@ -83,7 +85,10 @@ class TeacherProcess:
     ended: Callable[[], bool]
     restart: Callable[[], ServerClient]
     say: Callable[[str], None]
-    restarts: int = 3
+    restarts: int
+    window_s: float
+    clock: Callable[[], float] = time.monotonic
+    _restarted: deque[float] = field(default_factory=deque, init=False)  # when it was, within the window
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def after(self, failed: ServerClient, name: str, *, hangs: bool = False) -> ServerClient:
@@ -98,12 +103,15 @@ class TeacherProcess:
             if not (ended or hangs):
                 return failed
             what = "has ended" if ended else "does not answer"
-            if not self.restarts:
+            now = self.clock()
+            while self._restarted and self._restarted[0] < now - self.window_s:
+                self._restarted.popleft()
+            if len(self._restarted) >= self.restarts:
                 raise RolloutError(
-                    f"server {failed.url} {what} again, and the run has already restarted it as often as allowed: "
-                    "see the server's log"
+                    f"server {failed.url} {what} again, after {len(self._restarted)} restarts of at most "
+                    f"rollout.restarts = {self.restarts} in {self.window_s:g} s: see the server's log"
                 )
-            self.restarts -= 1
+            self._restarted.append(now)
             self.say(f"the server of teacher {name!r} ({failed.url}) {what}: restarting it")
             try:
                 self.client = await asyncio.to_thread(self.restart)

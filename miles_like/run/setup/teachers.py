@@ -241,7 +241,14 @@ class RunTeachers:
             servers.replace([url], say)
             return client(url)
 
-        return TeacherProcess(client=client(url), ended=lambda: servers.ended(url), restart=restart, say=say)
+        return TeacherProcess(
+            client=client(url),
+            ended=lambda: servers.ended(url),
+            restart=restart,
+            say=say,
+            restarts=self.config.rollout.restarts,
+            window_s=self.config.rollout.restart_window_s,
+        )
 
     def _other_tokenizer(self, directory: Path) -> str | None:
         """How the tokenizer of `directory` differs from the student's; None: it does not."""

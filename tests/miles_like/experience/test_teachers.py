@@ -8,6 +8,7 @@ run (tests/e2e), stock SGLang.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -359,8 +360,9 @@ class Flaky:
 
 def process(client: Any, restarted: list[Any], **how: Any) -> TeacherProcess:
     """Whose server has ended as often as there are others in `restarted`."""
+    limits = {"restarts": 3, "window_s": 60.0} | how
     return TeacherProcess(
-        client=client, ended=lambda: bool(restarted), restart=lambda: restarted.pop(0), say=lambda text: None, **how
+        client=client, ended=lambda: bool(restarted), restart=lambda: restarted.pop(0), say=lambda text: None, **limits
     )
 
 
@@ -381,7 +383,8 @@ def test_a_server_that_hangs_is_started_again_at_the_third_request(monkeypatch: 
     for error, restarts in ((NoAnswer, True), (RolloutError, False)):
         said: list[str] = []
         hung, other = Flaky(1 << 30, error=error), Flaky(0, "http://other")
-        started = TeacherProcess(client=hung, ended=lambda: False, restart=lambda o=other: o, say=said.append)  # type: ignore
+        how: Any = {"restart": lambda o=other: o, "say": said.append, "restarts": 1, "window_s": 60.0}
+        started = TeacherProcess(client=hung, ended=lambda: False, **how)  # type: ignore[arg-type]
         teacher = ServerTeacher(name="big", clients=(), at_once=1, started=started)
         if restarts:
             assert len(asyncio.run(teacher.score(groups()))) == 2
@@ -432,9 +435,16 @@ def test_a_server_of_the_rollout_that_does_not_answer_is_passed_over(error: type
             asyncio.run(ServerTeacher(name="self", clients=clients, at_once=1, own=False).score(groups()))
 
 
-def test_a_server_that_ends_again_and_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("apart_s", [0.0, 61.0])
+def test_a_server_that_ends_again_and_again_ends_the_run(apart_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless that takes so long that its restarts do not count together."""
     monkeypatch.setattr("miles_like.experience.teachers._PAUSE_S", 0.0)
-    others: list[Any] = [Flaky(1 << 30, f"http://{i}") for i in range(9)]
-    teacher = ServerTeacher(name="big", clients=(), started=process(Flaky(1 << 30), others, restarts=1))
-    with refuses(RolloutError, "big", "http://0", "again"):
-        asyncio.run(teacher.score(groups()))
+    others: list[Any] = [Flaky(1 << 30, "http://0"), Flaky(0, "http://1")]
+    times = itertools.count(step=apart_s)
+    started = process(Flaky(1 << 30), others, restarts=1, window_s=60.0, clock=lambda: next(times))
+    teacher = ServerTeacher(name="big", clients=(), at_once=1, started=started)
+    if apart_s:
+        assert len(asyncio.run(teacher.score(groups()))) == 2
+    else:
+        with refuses(RolloutError, "big", "http://0", "rollout.restarts", 1, 60):
+            asyncio.run(teacher.score(groups()))
