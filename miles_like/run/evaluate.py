@@ -177,7 +177,7 @@ class EvalAlone:
         self.rewards = Rewards(config.reward)
         sets = config.eval.all_sets(config.data.eval)
         self.sets: list[HeldOut] = held_out(sets, config.data, self.tokenizer, self.rewards)
-        self.runner = make_episode_runner(config.rollout, self.tokenizer, timed=not config.alignment.deterministic)
+        self.runner = make_episode_runner(config.rollout, self.tokenizer)
         self.search = None if search is None else self._search(search)
 
     def _search(self, options: SearchOptions) -> Search:
