@@ -184,7 +184,7 @@ class EvalAlone:
             sets, config.data, prompting(self.tokenizer, config.rollout.tools), self.rewards
         )
         use_sandbox(config.sandbox)
-        self.runner = make_episode_runner(config.rollout, self.tokenizer, timed=not config.alignment.deterministic)
+        self.runner = make_episode_runner(config.rollout, self.tokenizer)
         self.search = None if search is None else self._search(search)
 
     def _search(self, options: SearchOptions) -> Search:
