@@ -11,6 +11,7 @@ import dataclasses
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 from miles_like.limits.user_errors import raised
 from miles_like.protocols import RolloutEngine
@@ -45,8 +46,7 @@ class AgentEpisodes(EngineWrapper):
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
         """`n` episodes of each prompt. A group's prompt has the tokens with which all its rows begin: an agent writes
         its own first messages. Raises RuntimeError naming the sample where the agent function fails."""
-        groups = [self._group(prompt, n, params) for prompt in prompts]
-        return await all_or_first_error(groups)
+        return await all_or_first_error(map(partial(self._group, n=n, params=params), prompts))
 
     async def close(self) -> None:
         await self._recorder.close()
