@@ -179,7 +179,7 @@ class Ledger:
                 "prompt": c.prompt,
                 "trained": c.trained,
                 "discarded": dict(sorted(c.discarded.items())),
-                **({"rows": dict(c.rows)} if c.rows else {}),
+                **({"rows": {str(i): n for i, n in c.rows}} if c.rows else {}),
             }
             for c in sorted(self._closed)
         ]

@@ -164,7 +164,7 @@ class Episodes(EngineWrapper):
         if kept.length < start:
             return await self._engine.continue_sample(kept, tokens, params=params)
         before = int(kept.loss_mask[:start].sum())
-        return await self._resuming.resume(kept, params, sampled_before=before, environment=tokens)
+        return await self._resuming.resume_turn(kept, params, sampled_before=before, environment=tokens)
 
     def _count(self, *, again: bool) -> None:
         if self._log is not None:

@@ -56,8 +56,8 @@ class ResumingEngine(EngineWrapper):
         self._resumes = resumes
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
-        """A sample with spans comes from a checkpoint, in a later turn, and is returned as it is, to be resumed by
-        `resume`. Raises RuntimeError as `resume_until_ended`."""
+        """A sample with spans comes from a checkpoint, in a later turn, and is returned as it is, for
+        `resume_turn`. Raises RuntimeError as `resume_until_ended`."""
         groups = await self._engine.generate(prompts, n=n, params=params)
         done = iter(await all_or_first_error(self._first_turn(s, params) for g in groups for s in g.samples))
         return [dataclasses.replace(g, samples=tuple(next(done) for _ in g.samples)) for g in groups]
@@ -67,12 +67,12 @@ class ResumingEngine(EngineWrapper):
     ) -> Sample:
         """Raises RuntimeError as `resume_until_ended`."""
         turn = await self._engine.continue_sample(sample, environment, params=params)
-        return await self.resume(turn, params, sampled_before=sample.response_len, environment=environment)
+        return await self.resume_turn(turn, params, sampled_before=sample.response_len, environment=environment)
 
     async def _first_turn(self, sample: Sample, params: SamplingParams) -> Sample:
-        return sample if sample.spans else await self.resume(sample, params)
+        return sample if sample.spans else await self.resume_turn(sample, params)
 
-    async def resume(
+    async def resume_turn(
         self, sample: Sample, params: SamplingParams, *, sampled_before: int = 0, environment: Sequence[int] = ()
     ) -> Sample:
         """As `resume_until_ended`."""

@@ -103,7 +103,8 @@ CHAINS = {
         ("parallel.dp=2", "parallel.ep=2", "buffer.max_staleness=1", "algorithm.filter=nonzero_std", *PLAYED),
         (
             kill("rank", "step", 1, "half"),
-            kill("driver", "generation", 2, 10),
+            kill("driver", "step", 2, "half"),
+            kill("driver", "save", 3, "latest"),
             *at_random("one behind", [3, 4, 5]),
         ),
     ),

@@ -96,8 +96,8 @@ PLAYED = (  # episodes of several turns, of which some are in flight where a run
 
 
 class Slow:
-    """An environment that answers each turn by its seed and its length, and takes its time. Rewards every second
-    turn."""
+    """An environment that answers each turn by its seed and its length, and takes its time. It rewards
+    some turns, and ends some episodes."""
 
     def __init__(self, prompt: Any, *, seed: int) -> None:
         self.random, self.heard = random.Random(seed), 0
@@ -106,6 +106,8 @@ class Slow:
         await asyncio.sleep(0.05)
         self.heard += len(turn) + 1
         reward = low_tokens(None, sample) if self.heard % 2 else None
+        if self.random.random() < 0.2:
+            return Observation(ends=True, reward=reward)
         return Observation(text=f"{self.heard + self.random.randrange(90)}=", reward=reward)
 
 
