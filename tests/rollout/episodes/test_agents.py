@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from miles_like.report.reward_calls import RewardTally
 from miles_like.types import EnvironmentLost, Prompt, SampleGroup, SamplingParams
 from rollout.config import RolloutConfig
 from rollout.episodes.runner import make_episode_runner
@@ -61,9 +62,9 @@ def prompt() -> Prompt:
     return Prompt(id="p", token_ids=tuple(ids), answer="5", messages=(USER,))
 
 
-def played(n: int = 1, **agent: Any) -> SampleGroup:
+def played(n: int = 1, log: RewardTally | None = None, **agent: Any) -> SampleGroup:
     config = RolloutConfig(agent=AgentConfig(**agent), max_new_tokens=100, max_episode_tokens=400)
-    engine = make_episode_runner(config, tokenizer("qwen3")).wrap(Script(*LINES))
+    engine = make_episode_runner(config, tokenizer("qwen3")).wrap(Script(*LINES), log)
 
     async def run() -> SampleGroup:
         try:
@@ -99,7 +100,11 @@ async def broken(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> N
 
 def test_a_function_gives_rows_of_one_reward() -> None:
     """The prompt of the group has the tokens with which all rows begin."""
-    group = played(2, function=f"{HERE}:two_rows")
+    log = RewardTally()
+    group = played(2, log, function=f"{HERE}:two_rows")
+    found = {k: v for k, v in log.metrics().items() if k.startswith("perf/agent/")}
+    names = ("requests", "rows", "forks", "false_forks", "rebuilt")
+    assert found == dict(zip([f"perf/agent/{name}" for name in names], (4.0, 4.0, 0.0, 0.0, 0.0), strict=True))
     assert [(s.index, s.row) for s in group.samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert {s.reward for s in group.samples} == {0.75}
     start = list(group.prompt.token_ids)
