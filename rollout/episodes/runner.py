@@ -29,7 +29,8 @@ class EpisodeRunner(Protocol):
     """How a run makes the samples of its prompts."""
 
     def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
-        """An engine whose samples are whole episodes; `engine` samples their tokens. log: counts what is replayed."""
+        """An engine whose samples are whole episodes; `engine` samples their tokens. log: counts what is
+        replayed, and what agents ask."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ def post(url, body):
     return json.load(urllib.request.urlopen(request))
 
 given, how = json.load(sys.stdin), sys.argv[2]
+assert os.environ.get("MINE_TOKEN") == os.environ["EXPECTED"] and "OTHER_TOKEN" not in os.environ
 assert sys.argv[1] == given["messages"][-1]["content"] == "2+3?"
 messages = list(given["messages"])
 if how == "silent":
@@ -77,7 +78,15 @@ def played(n: int = 1, log: RewardTally | None = None, **agent: Any) -> SampleGr
 
 
 def program(how: str, **more: Any) -> SampleGroup:
-    return played(command=(sys.executable, "-c", PROGRAM, "{prompt}", how), **more)
+    env = {"MINE_TOKEN": "", "EXPECTED": "mine"}
+    return played(command=(sys.executable, "-c", PROGRAM, "{prompt}", how), env=env, **more)
+
+
+@pytest.fixture(autouse=True)
+def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which a program gets one."""
+    monkeypatch.setenv("MINE_TOKEN", "mine")
+    monkeypatch.setenv("OTHER_TOKEN", "other")
 
 
 async def two_rows(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> float:
@@ -145,6 +154,8 @@ def test_a_program_that_fails_costs_its_episode() -> None:
 
 
 def test_an_agent_that_cannot_be_used_is_refused() -> None:
+    with refuses(ValueError, "rollout.agent.env.ABSENT_TOKEN", "export ABSENT_TOKEN"):
+        played(command=("true",), env={"ABSENT_TOKEN": ""})
     with refuses(ValueError, "rollout.agent.command", "'/nowhere/agent'"):
         played(command=("/nowhere/agent",))
     with refuses(ValueError, "rollout.agent.function", "rollout.agent.command"):
