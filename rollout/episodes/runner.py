@@ -29,8 +29,8 @@ class EpisodeRunner(Protocol):
     """How a run makes the samples of its prompts."""
 
     def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
-        """An engine whose samples are whole episodes; `engine` samples their tokens. log: counts what is
-        replayed, and what agents ask."""
+        """An engine whose samples are whole episodes; `engine` samples their tokens. log: counts what is replayed,
+        and what agents ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,13 @@ class RecordedEpisodes:
     def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
         turns = ChatEngine(engine, self.resumes, self.chat.stop_token_ids)
         return AgentEpisodes(
-            turns, self.agent, self.chat, max_tokens=self.max_tokens, timeout_s=self.timeout_s, recorder=self.recorder
+            turns,
+            self.agent,
+            self.chat,
+            max_tokens=self.max_tokens,
+            timeout_s=self.timeout_s,
+            recorder=self.recorder,
+            log=log,
         )
 
 
