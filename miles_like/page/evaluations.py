@@ -38,7 +38,7 @@ def errors_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Metric -> standard error, of the answers of one evaluation; of sets with at least two problems."""
     rewards: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if is_number(row.get("reward")):
+        if is_number(row.get("reward")) and not row.get("row"):  # an episode counts once
             rewards[str(row.get("set")), str(row.get("mode"))][str(row.get("prompt_id"))].append(float(row["reward"]))
     out = {}
     for (name, mode), of in rewards.items():

@@ -60,7 +60,7 @@ def kept_samples(run_dir: Path, words: Words | None = None, every: int = 0) -> K
     out, rows = Kept(), list[tuple[int, Row]]()
     for step, path in chosen_files(run_dir / "rollouts", every):
         found = list(sample_lines(path, run_dir))
-        out.rewards[step] = [float(r["reward"]) for r in found if is_number(r["reward"])]
+        out.rewards[step] = [float(r["reward"]) for r in found if is_number(r["reward"]) and not r.get("row")]
         rows += [(step, row) for row in found]
         if (of_step := ratios(found)) is not None:
             out.ratios = of_step | {"step": step}
@@ -228,6 +228,7 @@ def _page_sample(step: int, row: Row, words: Words | None, tokens: int) -> dict[
         "step": step,
         "id": cut(row.get("prompt_id", "")),
         "index": row["index"] if type(row["index"]) is int else 0,
+        **({"row": row["row"]} if row.get("row") and type(row["row"]) is int else {}),
         "prompt": cut(row["prompt"]),
         "response": cut(row["response"]),
         "answer": cut(row["answer"]),

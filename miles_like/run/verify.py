@@ -362,4 +362,5 @@ def kept_sample(row: Mapping[str, Any], where: str) -> Sample:
         versions=tuple(VersionSpan(*v) for v in row["versions"]),
         finish=Finish(row["finish"]),
         text=str(row["response"]),
+        row=int(row.get("row", 0)),
     )

@@ -173,6 +173,8 @@ def _groups(path: Path) -> Iterator[Answers]:
                     f"{path}, line {number} is not a sample with prompt_id, index and loss_mask: use samples as "
                     "runs write them"
                 ) from None
+            if sample.get("row"):
+                continue  # of the episode before it
             if (prompt_id != name or index <= last) and lengths:
                 yield Answers(prompt, tuple(lengths))
                 lengths = []

@@ -160,9 +160,8 @@ class Episodes(EngineWrapper):
         raise AssertionError("the last turn returns")
 
     async def _resumed(self, kept: Sample, start: int, tokens: Sequence[int], params: SamplingParams) -> Sample:
-        """`kept` with its turn from `start` on, which follows the environment's `tokens`."""
-        if kept.length < start:
-            return await self._engine.continue_sample(kept, tokens, params=params)
+        """`kept` with its turn from `start` on, which follows the environment's `tokens`; aborted, if it had not
+        begun."""
         before = int(kept.loss_mask[:start].sum())
         return await self._resuming.resume_turn(kept, params, sampled_before=before, environment=tokens)
 

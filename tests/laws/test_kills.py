@@ -17,7 +17,7 @@ import json
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ import torch
 
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.checkpoint.run_state import load
-from miles_like.types import SampleGroup
 from tests.support.chosen import later
 from tests.support.forked import tail
 from tests.support.kill_points import VICTIMS, Kill, witnesses
@@ -174,31 +173,36 @@ def test_a_run_killed_and_resumed_is_the_run_that_was_never_killed(runs: Runs, n
     assert bool(waiting) == any("max_staleness" in words for words in settings)  # what waits is saved, and is resumed
     assert audit(where / "whole" / "ledger.jsonl").wrong is None
     if name == EPISODES:
-        _were_replayed(where, waiting)
+        rows = [json.loads(line) for line in (where / "whole" / "metrics.jsonl").read_text().splitlines()]
+        assert min(row["rollout/turns/mean"] for row in rows[1:]) > 1
 
 
-def _were_replayed(where: Path, waiting: Mapping[str, SampleGroup]) -> None:
-    """Episodes were saved in their later turns, and a new environment got the turns before them."""
-    in_flight = [s for key, g in waiting.items() if key.startswith("partial/") for s in g.samples]
-    assert any(s.spans for s in in_flight)
-    rows = [json.loads(line) for line in (where / "killed" / "metrics.jsonl").read_text().splitlines()]
-    assert sum(row.get("perf/episodes/replayed", 0.0) for row in rows) > 0
-    assert not any("perf/episodes/begun_anew" in row and row["perf/episodes/begun_anew"] for row in rows)
-    turns = [row["rollout/turns/mean"] for row in rows if "rollout/turns/mean" in row]
-    assert min(turns) > 1
+FREE = {  # settings, kills
+    "samples": (
+        (),
+        (
+            kill("server", "generation", 2, 5),
+            kill("driver", "step", 3, "half"),
+            kill("driver", "save", 4, "latest"),
+            kill("rank", "publish", 5, 1),
+        ),
+    ),
+    "episodes": (
+        (*PLAYED, "rollout.environment=tests.support.local_run:Slower"),
+        (kill("driver", "step", 3, "half"), kill("driver", "save", 4, "latest"), kill("rank", "publish", 5, 1)),
+    ),
+}
 
 
 @pytest.mark.long(beside="tests/laws/test_free_runs.py")
-def test_a_free_run_killed_and_resumed_loses_nothing_and_trains_nothing_twice(runs: Runs) -> None:
-    """Which weights sample a group there follows from the clock, so no two such runs are the same."""
-    free = ("checkpoint.every=2", "buffer.max_staleness=2", "buffer.lockstep=false", f"train.steps={STEPS}")
-    where = runs.home / "free" / "killed"
-    for blow in (
-        kill("server", "generation", 2, 5),
-        kill("driver", "step", 3, "half"),
-        kill("driver", "save", 4, "latest"),
-        kill("rank", "publish", 5, 1),
-    ):
+@pytest.mark.parametrize("name", FREE)
+def test_a_free_run_killed_and_resumed_loses_nothing_and_trains_nothing_twice(runs: Runs, name: str) -> None:
+    """Which weights sample a group there follows from the clock, so no two such runs are the same. Episodes are in
+    flight when it is saved: a new environment gets the turns that they had."""
+    settings, kills = FREE[name]
+    free = ("checkpoint.every=2", "buffer.max_staleness=2", "buffer.lockstep=false", f"train.steps={STEPS}", *settings)
+    where = runs.home / f"free-{name}" / "killed"
+    for blow in kills:
         killed(runs, where, free, blow)
     assert runs.run(where, free) == 0, tail(where / "driver.log")
     found = audit(where / "ledger.jsonl")
@@ -208,6 +212,10 @@ def test_a_free_run_killed_and_resumed_loses_nothing_and_trains_nothing_twice(ru
     rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert max(row.get("async/staleness/max", 0.0) for row in rows) <= 2
+    replayed, again = (
+        sum(row.get(f"perf/episodes/{what}", 0.0) for row in rows) for what in ("replayed", "begun_anew")
+    )
+    assert (replayed > 0) == (name == "episodes") and not again
 
 
 @pytest.mark.long(beside=HERE)

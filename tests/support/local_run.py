@@ -99,11 +99,13 @@ class Slow:
     """An environment that answers each turn by its seed and its length, and takes its time. It rewards
     some turns, and ends some episodes."""
 
+    seconds = 0.05
+
     def __init__(self, prompt: Any, *, seed: int) -> None:
         self.random, self.heard = random.Random(seed), 0
 
     async def __call__(self, sample: Any, turn: str) -> Observation:
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(self.seconds)
         self.heard += len(turn) + 1
         reward = low_tokens(None, sample) if self.heard % 2 else None
         if self.random.random() < 0.2:
@@ -137,6 +139,12 @@ async def _in_rows(engine: Any, sample: Sample, params: Any) -> list[Sample]:
     versions = tuple(v for v in spans if v.end > 0)
     logprobs = torch.where(mask, turn.logprobs, 0.0)
     return [sample, dataclasses.replace(turn, loss_mask=mask, logprobs=logprobs, versions=versions)]
+
+
+class Slower(Slow):
+    """Its episodes take longer than a step."""
+
+    seconds = 1.5
 
 
 def _ending_turns() -> None:

@@ -59,7 +59,7 @@ def last_visits(run_dir: Path, pass_at: float) -> dict[str, Visit]:
     for file in files:
         rewards: dict[str, list[float]] = {}
         for _, line in json_lines(file):
-            if line.get("reward") is not None:
+            if line.get("reward") is not None and not line.get("row"):  # an episode counts once
                 rewards.setdefault(str(line.get("prompt_id")), []).append(float(line["reward"]))
         for prompt, scored in rewards.items():
             add(prompt, Visit(_step_of(file), sum(r >= pass_at for r in scored), len(scored)))

@@ -83,7 +83,7 @@ function sampleView({ run, sample }, state) {
   colour(first);
   return el("article", { class: "card" },
     el("p", { class: "sub" }, state.runs.length > 1 ? `${state.runs[run].name} · ` : "",
-      `step ${sample.step} · ${sample.id}/${sample.index} · ${counted(sample.tokens ?? 0, "token")} · end: ${sample.finish} · `, rewardOf(sample)),
+      `step ${sample.step} · ${sample.id}/${sample.index}${sample.row ? `.${sample.row}` : ""} · ${counted(sample.tokens ?? 0, "token")} · end: ${sample.finish} · `, rewardOf(sample)),
     parts && el("p", { class: "sub" }, `parts: ${parts}`),
     el("h2", {}, "Prompt"), el("pre", { id: "prompt" }, sample.prompt),
     el("h2", {}, "Response"), el("pre", { id: "response" }, sample.response),

@@ -60,10 +60,10 @@ def read_answers(path: Path) -> Iterator[Line]:
 
 def scores_of(lines: Iterable[Line]) -> Scores:
     """Of the sampled answers of each set, or of the greedy ones where there are no others. Answers without a reward
-    count in none."""
+    count in none, and an episode of several rows once."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for line in lines:
-        if line.get("reward") is not None:
+        if line.get("reward") is not None and not line.get("row"):
             of_mode = found.setdefault(line["set"], {}).setdefault(line["mode"], {})
             of_mode.setdefault(line["prompt_id"], []).append(float(line["reward"]))
     return {

@@ -19,12 +19,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from miles_like.config.sections.watched.metric_direction import better
 from miles_like.loop.rollout_stats import RolloutStats
 from miles_like.report.metrics import (
+    brief,
     eval_metrics,
     pass_at_k,
     rollout_metrics,
     speed_metrics,
     write_rollouts,
 )
+from miles_like.report.paired.scores import scores_of
 from miles_like.report.sinks import JsonlSink, MultiSink, TensorboardSink
 from miles_like.types import Finish
 from tests.support.made_samples import group, rewarded, sample
@@ -63,6 +65,8 @@ def test_an_episode_counts_once_whatever_rows_it_has():
     assert (found["rollout/reward/mean"], found["rollout/accuracy"], found["rollout/len/mean"]) == (0.5, 0.5, 3.0)
     assert found["rollout/empty_frac"] == 0.0
     assert eval_metrics(groups, name="x", k=2) == {"eval/x/avg@2": 0.5, "eval/x/pass@1": 0.5, "eval/x/pass@2": 1.0}
+    lines = [{"set": "x", "mode": "sampled", **brief(groups[0], s)} for s in groups[0].samples]
+    assert scores_of(lines) == {"x": {"p": 0.5}}
     stats = RolloutStats()
     stats.count(groups[0], None)
     assert (stats.samples, stats.tokens, stats.rewards) == (2, 6, [("p", (1.0, 0.0))])

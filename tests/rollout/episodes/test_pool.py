@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from miles_like.types import SamplingParams, ServerLost
+from miles_like.types import Observation, SamplingParams, ServerLost
 from rollout.episodes.pool import EnginePool
 from rollout.episodes.serving import Serving
 from rollout.sglang.http_replies import NoAnswer, RolloutError
 from tests.support.fakes import FakeEngine, make_prompt
 from tests.support.refusals import refuses
+from tests.support.talker import Talker, played, transcript
 
 PARAMS = SamplingParams(max_new_tokens=4)
 PROMPTS = [make_prompt(f"p{i}") for i in range(7)]
@@ -256,3 +257,41 @@ def test_engines_that_are_near_are_asked_while_one_of_them_serves() -> None:
         assert len(engines[1].asked) == 7 and len(engines[0].asked) + len(engines[2].asked) == 7
 
     asyncio.run(run())
+
+
+class Near(Talker):
+    """One of several engines with the same policy; notes which samples it has gone on with, and dies after `until`."""
+
+    def __init__(self, url: str, left: Any, until: int = 99) -> None:
+        super().__init__("7", "8+9", "10", "24")
+        self.url, self.left, self.until = url, left, until
+        self.named: list[str] = []
+
+    async def continue_sample(self, sample: Any, environment: Any = (), *, params: SamplingParams) -> Any:
+        if len(self.named) == self.until:
+            raise NoAnswer(f"server {self.url} cannot be reached")
+        self.named.append(sample.name)
+        return await super().continue_sample(sample, environment, params=params)
+
+
+@pytest.mark.parametrize(
+    ("until", "named"),
+    [
+        # nothing moves: the engine far away and the near one that did not begin it are not asked
+        (99, [["p/0"] * 3, [], []]),
+        # the near engine that is left takes over, and keeps what has moved
+        (1, [["p/0"], ["p/0"] * 2, []]),
+    ],
+)
+def test_the_turns_that_an_environment_answers_stay_where_their_prefix_is(until: int, named: list[list[str]]) -> None:
+    left: dict[str, Any] = {}
+    engines = [Near("http://0", left, until), Near("http://1", left), Near("http://2", left)]
+    serving = Serving([e.url for e in engines], limit_s=60.0)
+    pool = EnginePool(engines, serving, near=["http://0", "http://1"])
+
+    def make(prompt: Any, *, seed: int) -> Any:
+        return lambda sample, turn: Observation(ends=True) if turn == "24" else Observation(text="<>")
+
+    (sample,) = played(pool, make)  # type: ignore[arg-type]
+    assert transcript(sample) == "7<>8+9<>10<>24"
+    assert [e.named for e in engines] == named

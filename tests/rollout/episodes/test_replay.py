@@ -108,7 +108,8 @@ def test_an_episode_goes_on_wherever_it_was_cut(aborts: int, turns: int) -> None
     assert log.metrics()["perf/episodes/replayed"] >= turns - 2
 
 
-def test_from_the_first_answer_that_is_another_the_episode_is_played_anew() -> None:
+@pytest.mark.parametrize("other", [lambda text: "<!>", lambda text: "!" * len(text)], ids=["length", "tokens"])
+def test_from_the_first_answer_that_is_another_the_episode_is_played_again(other: Any) -> None:
     """Of the tokens before it none changes; what follows is what the new environment answers to. The policy's lines
     are those after the turns that are kept."""
     noting = Noting(*LINES)
@@ -122,12 +123,12 @@ def test_from_the_first_answer_that_is_another_the_episode_is_played_anew() -> N
 
         def __call__(self, sample: Sample, turn: str) -> Observation:
             answer = super().__call__(sample, turn)
-            return replace(answer, text="<!>") if len(self.turns) == 2 else answer
+            return replace(answer, text=other(answer.text)) if len(self.turns) == 2 else answer
 
     log, talker = RewardTally(), Restored(state, left)
     found = played(talker, Other, log)
     assert (log.replayed, log.begun_anew) == (0, 1)
-    assert transcript(found).startswith(kept[: kept.index("8+9") + 3] + "<!>")
+    assert transcript(found).startswith(kept[: kept.index("8+9") + 3] + other("<78+9b>"))
     assert found.loss_mask.sum() == sum(s.end - s.start for s in found.spans if s.who == "policy")
     rewarded = log.metrics()
     assert rewarded["perf/episodes/begun_anew"] == 1.0
