@@ -336,10 +336,14 @@ class RewardLog(Protocol):
 
 
 class EpisodeLog(Protocol):
-    """Counts episodes that were in flight when the run was saved (miles_like.report.reward_calls)."""
+    """Counts requests of agents, and episodes that were in flight when the run was saved
+    (miles_like.report.reward_calls)."""
 
     def replay(self, *, again: bool) -> None:
         """A new environment has got its turns. again: one answer was another, from which it is played again."""
+
+    def record(self, counts: Mapping[str, int]) -> None:
+        """Of an agent's episode: requests, rows, and why rows began (rollout.recorder.session)."""
 
 
 class MetricSink(Protocol):

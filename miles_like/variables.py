@@ -119,6 +119,18 @@ def inherited() -> Mapping[str, str]:
     return os.environ
 
 
+def filled(key: str, given: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a table that `read_variables` has read, with secrets from the environment of this process. key:
+    of the table. Raises ValueError for a secret that the environment lacks."""
+    for name, value in given.items():
+        if not value and is_secret(name) and name not in os.environ:
+            raise ValueError(
+                f"{key}.{name} takes its value from the environment of the process that starts the run, which has "
+                f"none: export {name} there"
+            )
+    return {name: value or (os.environ[name] if is_secret(name) else "") for name, value in given.items()}
+
+
 def set_variables(values: Mapping[str, str]) -> None:
     """In the environment of this process."""
     os.environ.update(values)

@@ -1,4 +1,4 @@
-"""What the calls of rewards take, which are tried again and which fail; and episodes that a resumed run replays.
+"""What the calls of rewards take, which are tried again and which fail; replayed episodes, and requests of agents.
 
 The figures depend on timing, so their keys begin with `perf/` (docs/metrics.md#operations).
 """
@@ -6,12 +6,13 @@ The figures depend on timing, so their keys begin with `perf/` (docs/metrics.md#
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 CAUSES = ("timeout", "away", "unscored")  # why a call of a reward gave no score
+RECORDED = ("requests", "rows", "forks", "false_forks", "rebuilt")  # rollout.recorder.session
 _MOST = 100_000  # latencies that are kept between two rows
 
 
@@ -26,6 +27,7 @@ class RewardTally:
     tokens: int = 0  # of judges, as their servers report them
     replayed: int = 0  # episodes that were in flight when the run was saved, and went on
     begun_anew: int = 0  # those of which an answer was another one then
+    recorded: Counter[str] = field(default_factory=Counter)  # of agents: requests, rows, and why rows began
 
     def begin(self, samples: int) -> None:
         self.waiting += samples
@@ -47,10 +49,13 @@ class RewardTally:
         self.replayed += not again
         self.begun_anew += again
 
+    def record(self, counts: Mapping[str, int]) -> None:
+        self.recorded.update(counts)
+
     def take(self) -> RewardTally:
         """What was counted since the last call; `waiting` stays."""
         taken = replace(self)
-        self.latencies, self.retried, self.failed = [], Counter(), Counter()
+        self.latencies, self.retried, self.failed, self.recorded = [], Counter(), Counter(), Counter()
         self.tokens = self.replayed = self.begun_anew = 0
         return taken
 
@@ -62,6 +67,7 @@ class RewardTally:
         self.tokens += other.tokens
         self.replayed += other.replayed
         self.begun_anew += other.begun_anew
+        self.recorded += other.recorded
 
     def metrics(self) -> dict[str, float]:
         """`perf/reward/...`, `perf/retries/...`, `perf/failures/...` since the last call, and `perf/queue/scoring`."""
@@ -71,6 +77,7 @@ class RewardTally:
             "perf/queue/scoring": float(taken.waiting),
             **({"perf/reward/judge_tokens": float(taken.tokens)} if taken.tokens else {}),
             **_replays(taken),
+            **({f"perf/agent/{what}": float(taken.recorded[what]) for what in RECORDED} if taken.recorded else {}),
             **{f"perf/retries/reward_{cause}": float(taken.retried[cause]) for cause in CAUSES},
             **{f"perf/failures/reward_{cause}": float(taken.failed[cause]) for cause in CAUSES},
         }

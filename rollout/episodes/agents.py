@@ -11,9 +11,10 @@ import dataclasses
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 from miles_like.limits.user_errors import raised
-from miles_like.protocols import RolloutEngine
+from miles_like.protocols import EpisodeLog, RolloutEngine
 from miles_like.types import EnvironmentLost, Prompt, Sample, SampleGroup, SamplingParams, Unscored
 from rollout.chat.positions import same_until
 from rollout.chat.turns import Chat
@@ -33,20 +34,29 @@ class AgentEpisodes(EngineWrapper):
     """A RolloutEngine whose samples are recorded episodes, of one row or several.
 
     engine: returns no aborted samples (`ResumingEngine`). max_tokens: of a row, beside as many as the prompt has.
+    recorder: which other engines may share; `close` ends it.
     """
 
-    def __init__(self, engine: RolloutEngine, agent: AgentFn, chat: Chat, *, max_tokens: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        agent: AgentFn,
+        chat: Chat,
+        *,
+        max_tokens: int,
+        timeout_s: float,
+        recorder: Recorder,
+        log: EpisodeLog | None = None,
+    ) -> None:
         super().__init__(engine)
         self._agent, self._chat = agent, chat
         self._max_tokens, self._timeout_s = max_tokens, timeout_s
-        self._recorder = Recorder()
-        self.counts: Counter[str] = Counter()  # of all sessions
+        self._recorder, self._log = recorder, log
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
         """`n` episodes of each prompt. A group's prompt has the tokens with which all its rows begin: an agent writes
         its own first messages. Raises RuntimeError naming the sample where the agent function fails."""
-        groups = [self._group(prompt, n, params) for prompt in prompts]
-        return await all_or_first_error(groups)
+        return await all_or_first_error(map(partial(self._group, n=n, params=params), prompts))
 
     async def close(self) -> None:
         await self._recorder.close()
@@ -82,7 +92,8 @@ class AgentEpisodes(EngineWrapper):
         except Exception as e:  # user code may raise anything
             raise RuntimeError(f"rollout.agent failed for sample {prompt.id}/{index}: {raised(e)}") from e
         finally:
-            self.counts += session.counts
+            if self._log is not None:
+                self._log.record(session.counts)
         if session.failure is not None:
             raise session.failure
         if reward is not None:

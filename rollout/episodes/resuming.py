@@ -108,11 +108,11 @@ class ChatEngine(ResumingEngine):
     ) -> Sample:
         return await super().continue_sample(sample, environment, params=self._params(params))
 
-    async def resume(
+    async def resume_turn(
         self, sample: Sample, params: SamplingParams, *, sampled_before: int = 0, environment: Sequence[int] = ()
     ) -> Sample:
         more = self._params(params)
-        return await super().resume(sample, more, sampled_before=sampled_before, environment=environment)
+        return await super().resume_turn(sample, more, sampled_before=sampled_before, environment=environment)
 
     async def close(self) -> None:
         if self._close_tools is not None:

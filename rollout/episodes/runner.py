@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from rollout.episodes.environment import EpisodeLimits, Episodes
 from rollout.episodes.resuming import RESUMES, ChatEngine, ResumingEngine
 from rollout.prompts.source import Tokenizer
 from rollout.recorder.agents import AgentFn, load_agent
+from rollout.recorder.server import Recorder
 from rollout.tools.environment import MakeToolEnvironment
 from rollout.tools.load import Tools, load_tools
 
@@ -28,7 +29,8 @@ class EpisodeRunner(Protocol):
     """How a run makes the samples of its prompts."""
 
     def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
-        """An engine whose samples are whole episodes; `engine` samples their tokens. log: counts what is replayed."""
+        """An engine whose samples are whole episodes; `engine` samples their tokens. log: counts what is replayed,
+        and what agents ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +100,19 @@ class RecordedEpisodes:
     max_tokens: int
     timeout_s: float
     resumes: int = RESUMES
+    recorder: Recorder = field(default_factory=Recorder)  # of training and of evaluations
 
     def wrap(self, engine: RolloutEngine, log: EpisodeLog | None = None) -> RolloutEngine:
         turns = ChatEngine(engine, self.resumes, self.chat.stop_token_ids)
-        return AgentEpisodes(turns, self.agent, self.chat, max_tokens=self.max_tokens, timeout_s=self.timeout_s)
+        return AgentEpisodes(
+            turns,
+            self.agent,
+            self.chat,
+            max_tokens=self.max_tokens,
+            timeout_s=self.timeout_s,
+            recorder=self.recorder,
+            log=log,
+        )
 
 
 def make_episode_runner(

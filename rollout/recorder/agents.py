@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from miles_like.plugins import load
 from miles_like.types import EnvironmentLost, Prompt
-from miles_like.variables import inherited, is_secret
+from miles_like.variables import filled, inherited, is_secret
 from rollout.recorder import agent_process
 from rollout.recorder.server import MODEL
 from rollout.tool_config import AgentConfig
@@ -41,7 +41,8 @@ class AgentCommand:
     that it posts to the endpoint, if any."""
 
     def __init__(self, config: AgentConfig) -> None:
-        self._config = config
+        """Raises ValueError for a secret of `env` that this process does not have."""
+        self._config, self._env = config, filled("rollout.agent.env", config.env)
 
     async def __call__(self, prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> float | None:
         text = str(prompt.messages[-1]["content"]) if prompt.messages else prompt.text
@@ -74,11 +75,10 @@ class AgentCommand:
         return None
 
     def _variables(self, base_url: str, api_key: str) -> dict[str, str]:
-        here = inherited()
-        own = {k: here.get(k, "") if is_secret(k) and not v else v for k, v in self._config.env.items()}
+        """Those of this process, without its secrets: an agent does what a model writes."""
         return {
-            **here,
-            **own,
+            **{name: value for name, value in inherited().items() if not is_secret(name)},
+            **self._env,
             "OPENAI_BASE_URL": f"{base_url}/v1",
             "OPENAI_API_KEY": api_key,
             "OPENAI_MODEL": MODEL,

@@ -108,7 +108,8 @@ def _arguments(
         if name not in hints:
             raise ValueError(f"{key}: its parameter {name!r} has no type hint: add one")
         default = ... if parameter.default is parameter.empty else parameter.default
-        described = {"description": about[name]} if name in about else {}  # else the hint may describe it
+        # without a description here the hint may have one
+        described: dict[str, Any] = {"description": about[name]} if name in about else {}
         fields[f"argument_{i}"] = (hints[name], Field(default, alias=name, **described))
         aliases[name] = f"argument_{i}"
     try:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from miles_like.limits.user_errors import raised
 from miles_like.types import EnvironmentLost
-from miles_like.variables import inherited, is_secret
+from miles_like.variables import filled
 from rollout.chat.library import INSTALL
 from rollout.chat.turns import Tool
 from rollout.tool_config import McpServerConfig
@@ -83,14 +83,7 @@ def _client(name: str, config: McpServerConfig) -> Client:
     if config.url is not None:
         return Client(config.url)
     assert config.command is not None, "McpServerConfig requires one of the two"
-    env = dict(config.env)
-    for variable in [v for v, value in env.items() if is_secret(v) and not value]:
-        if variable not in (here := inherited()):
-            raise ValueError(
-                f"rollout.tools.mcp_servers.{name}.env.{variable} takes its value from the environment of the process "
-                f"that starts the run, which has none: export {variable} there"
-            )
-        env[variable] = here[variable]
+    env = filled(f"rollout.tools.mcp_servers.{name}.env", config.env)
     return Client(StdioServerParameters(command=config.command, args=list(config.args), env=env))
 
 

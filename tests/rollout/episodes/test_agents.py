@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from miles_like.report.reward_calls import RewardTally
 from miles_like.types import EnvironmentLost, Prompt, SampleGroup, SamplingParams
 from rollout.config import RolloutConfig
 from rollout.episodes.runner import make_episode_runner
@@ -37,6 +38,7 @@ def post(url, body):
     return json.load(urllib.request.urlopen(request))
 
 given, how = json.load(sys.stdin), sys.argv[2]
+assert os.environ.get("MINE_TOKEN") == os.environ["EXPECTED"] and "OTHER_TOKEN" not in os.environ
 assert sys.argv[1] == given["messages"][-1]["content"] == "2+3?"
 messages = list(given["messages"])
 if how == "silent":
@@ -61,9 +63,9 @@ def prompt() -> Prompt:
     return Prompt(id="p", token_ids=tuple(ids), answer="5", messages=(USER,))
 
 
-def played(n: int = 1, **agent: Any) -> SampleGroup:
+def played(n: int = 1, log: RewardTally | None = None, **agent: Any) -> SampleGroup:
     config = RolloutConfig(agent=AgentConfig(**agent), max_new_tokens=100, max_episode_tokens=400)
-    engine = make_episode_runner(config, tokenizer("qwen3")).wrap(Script(*LINES))
+    engine = make_episode_runner(config, tokenizer("qwen3")).wrap(Script(*LINES), log)
 
     async def run() -> SampleGroup:
         try:
@@ -76,7 +78,15 @@ def played(n: int = 1, **agent: Any) -> SampleGroup:
 
 
 def program(how: str, **more: Any) -> SampleGroup:
-    return played(command=(sys.executable, "-c", PROGRAM, "{prompt}", how), **more)
+    env = {"MINE_TOKEN": "", "EXPECTED": "mine"}
+    return played(command=(sys.executable, "-c", PROGRAM, "{prompt}", how), env=env, **more)
+
+
+@pytest.fixture(autouse=True)
+def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which a program gets one."""
+    monkeypatch.setenv("MINE_TOKEN", "mine")
+    monkeypatch.setenv("OTHER_TOKEN", "other")
 
 
 async def two_rows(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> float:
@@ -99,7 +109,11 @@ async def broken(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> N
 
 def test_a_function_gives_rows_of_one_reward() -> None:
     """The prompt of the group has the tokens with which all rows begin."""
-    group = played(2, function=f"{HERE}:two_rows")
+    log = RewardTally()
+    group = played(2, log, function=f"{HERE}:two_rows")
+    found = {k: v for k, v in log.metrics().items() if k.startswith("perf/agent/")}
+    names = ("requests", "rows", "forks", "false_forks", "rebuilt")
+    assert found == dict(zip([f"perf/agent/{name}" for name in names], (4.0, 4.0, 0.0, 0.0, 0.0), strict=True))
     assert [(s.index, s.row) for s in group.samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert {s.reward for s in group.samples} == {0.75}
     start = list(group.prompt.token_ids)
@@ -140,6 +154,8 @@ def test_a_program_that_fails_costs_its_episode() -> None:
 
 
 def test_an_agent_that_cannot_be_used_is_refused() -> None:
+    with refuses(ValueError, "rollout.agent.env.ABSENT_TOKEN", "export ABSENT_TOKEN"):
+        played(command=("true",), env={"ABSENT_TOKEN": ""})
     with refuses(ValueError, "rollout.agent.command", "'/nowhere/agent'"):
         played(command=("/nowhere/agent",))
     with refuses(ValueError, "rollout.agent.function", "rollout.agent.command"):

@@ -73,9 +73,11 @@ def recorded(one: Session, play: Callable[[str, AsyncOpenAI], Awaitable[Any]]) -
     async def run() -> Any:
         recorder = Recorder()
         try:
-            async with recorder.session(one) as url:
-                async with AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as openai:
-                    return await play(url, openai)
+            async with (
+                recorder.session(one) as url,
+                AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as openai,
+            ):
+                return await play(url, openai)
         finally:
             await recorder.close()
 
