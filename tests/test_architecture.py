@@ -51,7 +51,7 @@ RULES = {
     # rollout
     "rollout.server_url": "",
     # programs of a model, for rewards above and environments below
-    "miles_like.sandbox": "miles_like.limits miles_like.section rollout.server_url",
+    "miles_like.sandbox": "miles_like.limits miles_like.section miles_like.variables rollout.server_url",
     "rollout.config": "miles_like.section miles_like.variables",
     "rollout.concurrency": "",
     "rollout.seeds": "",
