@@ -171,8 +171,8 @@ def descendants(pid: int, least: int) -> list[int]:
 
 
 def outlive(processes: list[int]) -> list[int]:
-    """Those that still run after a while."""
-    until = time.monotonic() + 60
+    """Those that still run after a while, which is shorter than the programs are."""
+    until = time.monotonic() + 25
     while (left := [pid for pid in processes if _runs(pid)]) and time.monotonic() < until:
         time.sleep(0.05)
     return left
