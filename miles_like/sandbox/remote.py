@@ -45,9 +45,9 @@ class RemoteSandbox:
         raise SandboxLost(found)
 
     async def close(self) -> None:
-        if self._http is not None:
-            await self._http.aclose()
-            self._http = None
+        http, self._http = self._http, None
+        if http is not None:
+            await http.aclose()
 
     async def _ask(self, program: Program) -> Ran | str:
         """The program's end, or why there is none this time."""
