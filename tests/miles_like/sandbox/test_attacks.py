@@ -39,7 +39,7 @@ def port() -> Iterator[int]:
 @pytest.mark.parametrize("attack", attacks(), ids=lambda a: a.name)
 def test_an_attack_is_held_and_leaves_nothing(attack: Attack, pool: SandboxPool, port: int) -> None:
     ran = pool.run_now(
-        Program(code=attack.code.replace("PORT", str(port)), wall_s=0.8 if attack.ends == "time" else None)
+        Program(code=attack.code.replace("PORT", str(port)), wall_s=0.4 if attack.ends == "time" else None)
     )
     if attack.ends == "exit":
         held = "HELD" in ran.stdout or (attack.name == "a zip bomb" and "File too large" in ran.stderr)

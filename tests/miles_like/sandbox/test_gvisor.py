@@ -26,10 +26,8 @@ from tests.support.debian import need_programs
 
 LIMITS = SandboxConfig(kind="gvisor", slots=1, memory_mb=160, cpu_s=2, wall_s=5.0, disk_mb=8)
 CHOSEN = {
-    *("memory that is not caught", "memory of many processes", "sleep", "endless output", "a full disk"),
-    *("writing /usr", "reading the host", "a link to the host", "the network", "other processes", "a signal to all"),
-    *("a signal to the first process", "memory of the first process", "ptrace", "an orphan", "hidden files"),
-    *("limits of the first process", "a memory file", "mount", "a user namespace"),
+    *("memory of many processes", "sleep", "endless output", "a full disk", "writing /usr", "reading the host"),
+    *("a link to the host", "the network", "other processes", "a signal to the first process", "an orphan"),
 }
 
 
@@ -45,7 +43,7 @@ def pool() -> Iterator[SandboxPool]:
 def test_an_attack_is_held_and_leaves_nothing(attack: Attack, pool: SandboxPool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = attack.code.replace("PORT", str(server.getsockname()[1]))
-        ran = pool.run_now(Program(code=code, wall_s=0.8 if attack.ends == "time" else None))
+        ran = pool.run_now(Program(code=code, wall_s=0.4 if attack.ends == "time" else None))
     refused = "PermissionError" in ran.stderr
     assert ran.status == attack.ends and "BROKEN" not in ran.stdout, ran
     assert attack.ends != "exit" or refused or "HELD" in ran.stdout, ran

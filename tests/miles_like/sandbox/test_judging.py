@@ -88,7 +88,13 @@ def test_verdicts_are_those_of_plain_pytest(tmp_path: Path, pool: SandboxPool) -
         assert (passed, len(lines)) == (found.passed, found.tests), (name, found, lines)
 
 
-@pytest.mark.parametrize("name", hacks())
+def cases() -> list[object]:
+    """Two that only wait for the time limit, as a third one does, are long."""
+    long = pytest.mark.long(beside="tests/miles_like/sandbox/test_judging.py")
+    return [pytest.param(name, marks=long if name in WAITED_FOR[1:] else ()) for name in hacks()]
+
+
+@pytest.mark.parametrize("name", cases())
 def test_a_program_does_not_decide_its_verdict(name: str, pool: SandboxPool) -> None:
     for tests in [DOUBLE, *([test] for test in DOUBLE if name not in WAITED_FOR)]:
         found = asyncio.run(judge(pool, hacks()[name], read_tests(tests)))
