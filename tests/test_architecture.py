@@ -54,7 +54,7 @@ RULES = {
     "rollout.config": "miles_like.section miles_like.variables rollout.tool_config",
     "rollout.server_url": "",
     # programs of a model, for rewards above and environments below
-    "miles_like.sandbox": "miles_like.limits miles_like.section rollout.server_url",
+    "miles_like.sandbox": "miles_like.limits miles_like.section miles_like.variables rollout.server_url",
     "rollout.concurrency": "",
     "rollout.seeds": "",
     "rollout.wire": "miles_like.types",

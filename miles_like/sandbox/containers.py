@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from miles_like.limits.regular_files import replace_bytes
 from miles_like.sandbox.config import SandboxConfig
 
 _FIRST_USER = 60_000
@@ -92,7 +93,8 @@ def _bundle(config: SandboxConfig, inner: Sequence[str]) -> Path:
     text = json.dumps(gvisor_bundle(config, inner), sort_keys=True)
     directory = _own_directory(f"gvisor-{hashlib.sha256(text.encode()).hexdigest()[:16]}")
     (directory / "rootfs").mkdir(exist_ok=True)
-    (directory / "config.json").write_text(text)
+    if not (directory / "config.json").exists():
+        replace_bytes(directory / "config.json", text.encode())  # whole, for a slot that starts at the same time
     return directory
 
 

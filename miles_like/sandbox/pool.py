@@ -31,6 +31,7 @@ from miles_like.sandbox.config import SandboxConfig
 from miles_like.sandbox.containers import forget_container, program_user
 from miles_like.sandbox.program import Program, Ran, SandboxLost, Status
 from miles_like.sandbox.seccomp import seccomp_filter
+from miles_like.variables import inherited
 
 # (slot, arguments of the interpreter) -> a command whose standard input and output are those of the interpreter
 Launch = Callable[[int, Sequence[str]], list[str]]
@@ -176,8 +177,10 @@ class _Box:
         self._config, self._command, self.runs = config, command, 0
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        # runsc changes its root to the temporary directory, which must be one that every user may read
+        variables = {name: value for name, value in inherited().items() if name != "TMPDIR"}
         try:
-            self._process = subprocess.Popen(command, bufsize=0, **pipes)  # type: ignore[call-overload]
+            self._process = subprocess.Popen(command, bufsize=0, env=variables, **pipes)  # type: ignore[call-overload]
         except OSError as e:
             self._errors.close()
             raise SandboxLost(f"{command[0]}: {e.strerror}") from None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import shlex
 from typing import Any
 
 import httpx
@@ -19,8 +20,6 @@ _PATH = "/run_code"
 _SPARE_S = 30.0  # for the server's queue and the network
 _REPLY_BYTES = 64 << 20
 _RETRYABLE = (408, 429)
-# the language of the API that runs a command: its program is bash
-_BASH = "bash"
 
 
 class RemoteSandbox:
@@ -29,12 +28,13 @@ class RemoteSandbox:
     def __init__(self, config: SandboxConfig) -> None:
         assert config.url is not None, "SandboxConfig requires it"
         self._config, self._url = config, config.url.rstrip("/")
-        self._room: asyncio.Semaphore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # which the next two are of
+        self._room = asyncio.Semaphore()
         self._http: httpx.AsyncClient | None = None
 
     async def run(self, program: Program) -> Ran:
-        if self._room is None:
-            self._room = asyncio.Semaphore(self._config.slots or 64)
+        if self._loop is not (loop := asyncio.get_running_loop()):  # a check before the run had another one
+            self._loop, self._room, self._http = loop, asyncio.Semaphore(self._config.slots or 64), None
         async with self._room:
             for attempt in range(self._config.retries + 1):
                 if attempt:
@@ -45,15 +45,16 @@ class RemoteSandbox:
         raise SandboxLost(found)
 
     async def close(self) -> None:
-        if self._http is not None:
-            await self._http.aclose()
-            self._http = None
+        http, self._http = self._http, None
+        if http is not None:
+            await http.aclose()
 
     async def _ask(self, program: Program) -> Ran | str:
         """The program's end, or why there is none this time."""
         wall = min(program.wall_s or self._config.wall_s, self._config.wall_s)
         if self._http is None:
-            self._http = httpx.AsyncClient(timeout=None, trust_env=False, verify=tls(self._url))
+            plain = {"Accept-Encoding": "identity"}  # a compressed reply may expand without bound
+            self._http = httpx.AsyncClient(timeout=None, trust_env=False, headers=plain, verify=tls(self._url))
         try:
             async with asyncio.timeout(wall + _SPARE_S):
                 async with self._http.stream("POST", self._url + _PATH, json=self._request(program, wall)) as reply:
@@ -84,7 +85,7 @@ class RemoteSandbox:
     def _request(self, program: Program, wall: float) -> dict[str, object]:
         code, language = program.code, "python"
         if program.argv:
-            code, language = _quoted(program.argv), _BASH
+            code, language = shlex.join(program.argv), "bash"
         return {
             "code": code,
             "language": language,
@@ -113,13 +114,6 @@ class RemoteSandbox:
         elif code < 0 or code > 128:  # of a process, or of the shell around it
             status, code = Status.SIGNAL, -code if code < 0 else code - 128
         return Ran(status=status, code=int(code), stdout=out[:most], stderr=err[:most], seconds=seconds)
-
-
-def _quoted(argv: tuple[str, ...]) -> str:
-    """The command as a line of bash; JSON's quotes would let bash expand `$`."""
-    import shlex
-
-    return shlex.join(argv)
 
 
 def health_of(config: SandboxConfig) -> None:

@@ -85,4 +85,4 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = Prompt(id="a", token_ids=(1,), answer="")
     reward = make_reward(RewardConfig(name="unit_tests"), sandbox=SANDBOX)
     with refuses(RuntimeError, "'tests'", "reward.unit_tests.tests_key"):
-        asyncio.run(reward([prompt], [answered_sample(prompt, 0, [2], "a")]))  # type: ignore[arg-type]
+        asyncio.run(reward([prompt], [answered_sample(prompt, 0, [2], "a")]))

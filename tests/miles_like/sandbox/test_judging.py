@@ -28,6 +28,7 @@ DOUBLE = [
     "assert double(2) == 4",
     "def test_it():\n    assert double(3) == 6",
     "import unittest\nclass It(unittest.TestCase):\n    def test_it(self): self.assertEqual(double(4), 8)",
+    "assert all([double(5) == 10])",
     "for n in range(5, 9):\n    assert double(n) == 2 * n and all([double(n) == n + n])",
 ]
 
@@ -87,7 +88,13 @@ def test_verdicts_are_those_of_plain_pytest(tmp_path: Path, pool: SandboxPool) -
         assert (passed, len(lines)) == (found.passed, found.tests), (name, found, lines)
 
 
-@pytest.mark.parametrize("name", hacks())
+def cases() -> list[object]:
+    """Two that only wait for the time limit, as a third one does, are long."""
+    long = pytest.mark.long(beside="tests/miles_like/sandbox/test_judging.py")
+    return [pytest.param(name, marks=long if name in WAITED_FOR[1:] else ()) for name in hacks()]
+
+
+@pytest.mark.parametrize("name", cases())
 def test_a_program_does_not_decide_its_verdict(name: str, pool: SandboxPool) -> None:
     for tests in [DOUBLE, *([test] for test in DOUBLE if name not in WAITED_FOR)]:
         found = asyncio.run(judge(pool, hacks()[name], read_tests(tests)))
@@ -98,12 +105,12 @@ def test_the_program_that_computes_it_passes(pool: SandboxPool) -> None:
     """The tests of the hacks can pass, and a program that prints does not disturb them."""
     code = "import sys\nprint('NONCE {}')\ndef double(n):\n    print(n, file=sys.stderr); print(n)\n    return 2 * n"
     found = asyncio.run(judge(pool, code, read_tests(DOUBLE)))
-    assert (found.passed, found.tests) == (4, 4), found
+    assert (found.passed, found.tests) == (5, 5), found
 
 
 def test_modules_of_the_program_hide_none_of_the_tests(pool: SandboxPool) -> None:
-    files = {"solution.py": b"import math\ndef double(n): return 0", "math.py": b"def isclose(*a): return True"}
-    tests = read_tests(["import math\nassert math.isclose(double(2), 4)", "assert double(0) == 0"])
+    files = {"solution.py": b"import colorsys\ndef double(n): return 0", "colorsys.py": b"def rgb_to_hsv(*a): return 4"}
+    tests = read_tests(["import colorsys\nassert colorsys.rgb_to_hsv(0, 0, double(2)) == 4", "assert double(0) == 0"])
     found = asyncio.run(judge(pool, "", tests, files=files))
     assert found.passed == 1 and found.failures.keys() == {"test 0"}, found
 

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from miles_like.sandbox.config import SandboxConfig
 from miles_like.sandbox.judging import judge, read_tests
-from miles_like.sandbox.make import make_sandbox, try_sandbox
+from miles_like.sandbox.make import make_sandbox, shared_sandbox, try_sandbox
 from miles_like.sandbox.program import Program, Ran, SandboxLost, Status
 from tests.support.refusals import refuses
 
@@ -115,6 +115,9 @@ def test_programs_and_how_they_end() -> None:
             found = ran(config, Program(code=text, wall_s=1))
             assert (found.status, found.code) == end, text
         try_sandbox(config)
+        shared = shared_sandbox(config)  # by a check before a run and by the run, each with its event loop
+        assert shared_sandbox(config) is shared
+        assert [asyncio.run(shared.run(Program(code=f"print({n})"))).stdout for n in (1, 2)] == ["1\n", "2\n"]
 
 
 def test_the_tests_of_a_program_run_there() -> None:

@@ -148,30 +148,37 @@ code = "import os, time\\nopen('/tmp/left', 'w').close()\\nos.setsid() if os.for
 for _ in range(2):
     threading.Thread(target=pool.run_now, args=(Program(code=code),), daemon=True).start()
 pool.run_now  # both slots run
-import time
-while len(pool._slots) < 2 or not all(s.job for s in pool._slots): time.sleep(0.01)
-time.sleep(0.3)
-print("ready", flush=True)
-time.sleep(60)
+threading.Event().wait()
 """
 
 
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, env=environment)
-    assert owner.stdout is not None and owner.stdout.readline() == b"ready\n"
-    below = descendants(owner.pid)
-    assert len(below) >= 8, below  # bwrap, the first process, the program and its child, twice
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], env=environment)
+    below = descendants(owner.pid, 8)  # bwrap, the first process, the program and its child, twice
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    owner.stdout.close()
-    until = time.monotonic() + 20
-    while (left := [pid for pid in below if runs(pid)]) and time.monotonic() < until:
+    assert not outlive(below) and not list(tmp_path.rglob("*"))
+
+
+def descendants(pid: int, least: int) -> list[int]:
+    """Processes that descend from `pid`, as soon as there are `least`."""
+    until = time.monotonic() + 60
+    while len(found := _descendants(pid)) < least:
+        assert time.monotonic() < until, found
         time.sleep(0.05)
-    assert not left and not list(tmp_path.rglob("*"))
+    return found
 
 
-def descendants(pid: int) -> list[int]:
+def outlive(processes: list[int]) -> list[int]:
+    """Those that still run after a while, which is shorter than the programs are."""
+    until = time.monotonic() + 25
+    while (left := [pid for pid in processes if _runs(pid)]) and time.monotonic() < until:
+        time.sleep(0.05)
+    return left
+
+
+def _descendants(pid: int) -> list[int]:
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -188,7 +195,7 @@ def descendants(pid: int) -> list[int]:
     return out
 
 
-def runs(pid: int) -> bool:
+def _runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
