@@ -188,7 +188,7 @@ FREE = {  # settings, kills
         ),
     ),
     "episodes": (
-        (*PLAYED, "rollout.environment=tests.support.local_run:Slower"),
+        (*PLAYED, "rollout.environment=tests.support.local_run:Slower", "eval.every=0"),
         (kill("driver", "save", 4, "latest"), kill("rank", "publish", 5, 1)),
     ),
 }
