@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,14 +112,15 @@ def _loss_shares(
 ) -> list[float]:
     """Of each row: the mean |advantage| of its tokens times its weight in the step's loss, over the sum of these."""
     tokens = [int(row["tokens"]) for row in rows]
-    by_prompt: dict[str, int] = {}
+    by_prompt, by_episode = Counter[str](), Counter[tuple[str, int]]()
     for row, n in zip(rows, tokens, strict=True):
-        by_prompt[row["prompt_id"]] = by_prompt.get(row["prompt_id"], 0) + n
+        by_prompt[row["prompt_id"]] += n
+        by_episode[row["prompt_id"], row["index"]] += n
     weights = []
     for row, n in zip(rows, tokens, strict=True):
         match aggregation:
             case Aggregation.SEQUENCE_MEAN:
-                weights.append(float(n > 0))
+                weights.append(n / max(by_episode[row["prompt_id"], row["index"]], 1))
             case Aggregation.PROMPT_MEAN:
                 weights.append(n / max(by_prompt[row["prompt_id"]], 1))
             case _:

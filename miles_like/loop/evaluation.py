@@ -72,7 +72,7 @@ class Answers:
             found = eval_metrics(groups, name=c.name, k=k) if groups else {}
             out |= {f"eval/{c.name}/{alone}" if key == avg_1 else key: value for key, value in found.items()}
         asked = len(self.greedy) + c.sampled * len(self.sampled)
-        scored = sum(s.reward is not None for g in (*self.greedy, *self.sampled) for s in g.samples)
+        scored = sum(s.reward is not None for g in (*self.greedy, *self.sampled) for s in g.episodes)
         return out | {f"eval/{c.name}/unscored_frac": 1 - scored / asked, **self.searched}
 
     def lines(self, of: Callable[[SampleGroup, Sample], Mapping[str, object]]) -> Iterator[dict[str, object]]:

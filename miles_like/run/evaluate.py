@@ -180,7 +180,7 @@ class EvalAlone:
         self.sets: list[HeldOut] = held_out(
             sets, config.data, prompting(self.tokenizer, config.rollout.tools), self.rewards
         )
-        self.runner = make_episode_runner(config.rollout, self.tokenizer, timed=not config.alignment.deterministic)
+        self.runner = make_episode_runner(config.rollout, self.tokenizer)
         self.search = None if search is None else self._search(search)
 
     def _search(self, options: SearchOptions) -> Search:

@@ -145,6 +145,6 @@ def with_outcomes(group: SampleGroup, outcomes: Sequence[Sample | Unscored]) -> 
     reasons, kept = Counter(o.reason for o in outcomes if isinstance(o, Unscored)), list[Sample]()
     for rows, last in zip(group.rows, outcomes, strict=True):
         if isinstance(last, Sample):
-            scored = {"reward": last.reward, "reward_parts": last.reward_parts}
-            kept += [*(dataclasses.replace(s, **scored) for s in rows[:-1]), last]
+            reward, parts = last.reward, last.reward_parts
+            kept += [*(dataclasses.replace(s, reward=reward, reward_parts=parts) for s in rows[:-1]), last]
     return dataclasses.replace(group, samples=tuple(kept), discarded=dict(Counter(group.discarded) + reasons))

@@ -144,7 +144,7 @@ async def _in_rows(engine: Any, sample: Sample, params: Any) -> list[Sample]:
 class Slower(Slow):
     """Its episodes take longer than a step."""
 
-    seconds = 1.5
+    seconds = 2.0
 
 
 def _ending_turns() -> None:
