@@ -91,19 +91,19 @@ class Inside:
     """limits: memory, cpu, processes, disk (bytes or numbers), output (bytes of both streams together); user: that
     programs become, 0: they stay this process's."""
 
-    def __init__(self, limits: dict[str, int]) -> None:
-        self.limits = limits
+    def __init__(self, limits: dict[str, int], requests: int) -> None:
+        self.limits, self.requests = limits, requests
         self.files = [os.memfd_create(name) for name in ("in", "out", "err")]
         if limits["user"]:  # gVisor lets every user open what is not denied by its mode in /proc/1/fd
             for f in self.files:
                 os.fchmod(f, 0o600)
 
-    def run(self, requests: int, program: dict[str, Any], stdin: int) -> dict[str, Any]:
+    def run(self, program: dict[str, Any], stdin: int) -> dict[str, Any]:
         began = time.monotonic()
         for f in self.files:
             os.ftruncate(f, 0)
             os.lseek(f, 0, os.SEEK_SET)
-        moved(requests, self.files[0], stdin)
+        moved(self.requests, self.files[0], stdin)
         os.lseek(self.files[0], 0, os.SEEK_SET)
         self.write(program["files"])
         child = os.fork()
@@ -141,6 +141,7 @@ class Inside:
     def watch(self, child: int, until: float) -> str:
         """Wait for the program's first process. Returns why it must be ended; "exit": it has ended."""
         ended = select.poll()
+        ended.register(self.requests, 0)  # it hangs up when the process that owns the sandbox ends
         try:
             handle = os.pidfd_open(child)
             ended.register(handle, select.POLLIN)
@@ -149,7 +150,10 @@ class Inside:
         try:
             while True:
                 tick = max(min(until - time.monotonic(), TICK_S), 0.0)
-                if ended.poll(tick * 1000) if handle >= 0 else has_ended(child, tick):
+                found = dict(ended.poll(tick * 1000 if handle >= 0 else 0))
+                if found.get(self.requests, 0) & select.POLLHUP:
+                    os._exit(0)
+                if handle in found or (handle < 0 and has_ended(child, tick)):
                     return "exit"
                 if time.monotonic() >= until:
                     return "time"
@@ -297,11 +301,11 @@ def main() -> None:
     os.close(null)
     size, _ = struct.unpack("<II", exactly(requests, 8))
     hello = json.loads(exactly(requests, size))
-    inside = Inside(hello["limits"])
+    inside = Inside(hello["limits"], requests)
     reply(replies, {"filtered": protect(base64.b64decode(hello["filter"])), "clean": cleaned()})
     while True:
         size, stdin = struct.unpack("<II", exactly(requests, 8))
-        reply(replies, inside.run(requests, json.loads(exactly(requests, size)), stdin))
+        reply(replies, inside.run(json.loads(exactly(requests, size)), stdin))
 
 
 if __name__ == "__main__":

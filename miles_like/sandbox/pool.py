@@ -15,6 +15,7 @@ import os
 import platform
 import queue
 import select
+import signal
 import struct
 import subprocess
 import tempfile
@@ -175,6 +176,7 @@ class _Box:
 
     def __init__(self, command: Sequence[str], config: SandboxConfig) -> None:
         self._config, self._command, self.runs = config, command, 0
+        self._lock, self._started, self._doomed = threading.Lock(), False, False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         # runsc changes its root to the temporary directory, which must be one that every user may read
@@ -198,6 +200,10 @@ class _Box:
         }
         code = base64.b64encode(seccomp_filter(platform.machine())).decode()
         hello = self._exchange({"limits": limits, "filter": code}, b"", c.start_timeout_s)
+        with self._lock:
+            self._started = True
+        if self._doomed:
+            raise SandboxLost("it was ended at its start")
         if not hello["filtered"] and code:
             raise SandboxLost("the kernel did not take the system call filter")
 
@@ -213,16 +219,22 @@ class _Box:
         return ran, bool(found["clean"])
 
     def kill(self) -> None:
-        """End all its processes: they are of a PID namespace whose first process ends with bubblewrap."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        """End all its processes: they are of a PID namespace whose first process ends with bubblewrap. One that starts
+        is ended when it has started: bubblewrap's child would else wait for it for ever."""
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            self._doomed = True
+            if self._started:
+                self._process.kill()
 
     def end(self) -> None:
         if self._config.kind != "bwrap":  # a container ends by itself, and removes what it keeps on the machine
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 self._process.stdin.close()
                 self._process.wait(_ENDS_S)
-        self.kill()
+        with contextlib.suppress(OSError):  # of one that did not start
+            for child in () if self._started else _children(self._process.pid):
+                os.kill(child, signal.SIGKILL)
+        self._process.kill()
         self._process.wait()
         forget_container(self._command)
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
@@ -270,3 +282,7 @@ class _Box:
         lines = self._errors.read().decode("utf-8", "replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return last[:200] or f"it ended with status {self._process.returncode}"
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

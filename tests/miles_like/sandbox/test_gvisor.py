@@ -74,9 +74,11 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     code = OWNER.replace('kind="bwrap", slots=2, wall_s=60', 'kind="gvisor", slots=2, wall_s=3').replace("50", "2")
     owner = subprocess.Popen([sys.executable, "-c", code], env=environment)
-    below = descendants(owner.pid, 6)  # runsc, its gofer, and the sandbox, twice
-    owner.kill()
-    owner.wait()
+    try:
+        below = descendants(owner.pid, 6)  # runsc, its gofer, and the sandbox, twice
+    finally:
+        owner.kill()
+        owner.wait()
     assert not outlive(below)
     kept = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert kept == {"config.json"}, "the bundle, which the next process uses again"

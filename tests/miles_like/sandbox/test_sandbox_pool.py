@@ -115,6 +115,23 @@ def test_a_lost_sandbox_is_replaced_and_one_that_is_lost_twice_is_an_error(pool:
         broken.end()
 
 
+def test_a_sandbox_that_is_ended_at_its_start_leaves_no_process() -> None:
+    """bubblewrap's child waits for bubblewrap for ever where that is killed first."""
+    for looks in range(12):
+        pool = make_pool(LIMITS.model_copy(update={"slots": 1}))
+        job = pool._begin(Program(code="print(1)"))
+        while pool._slots[0]._box is None:
+            time.sleep(0.0005)
+        box = pool._slots[0]._box
+        assert box is not None
+        below = {box._process.pid}
+        for _ in range(looks):
+            below |= set(_descendants(box._process.pid))
+        job.cancel()
+        pool.end()
+        assert not outlive(sorted(below))
+
+
 def test_what_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with refuses(ValueError, "bwrap", "apt-get", "bubblewrap"):
@@ -155,9 +172,11 @@ threading.Event().wait()
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     owner = subprocess.Popen([sys.executable, "-c", OWNER], env=environment)
-    below = descendants(owner.pid, 8)  # bwrap, the first process, the program and its child, twice
-    owner.send_signal(signal.SIGKILL)
-    owner.wait()
+    try:
+        below = descendants(owner.pid, 8)  # bwrap, the first process, the program and its child, twice
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
     assert not outlive(below) and not list(tmp_path.rglob("*"))
 
 
