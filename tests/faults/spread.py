@@ -125,7 +125,7 @@ def play(cell: Cell, runs: Runs, where: Path, run_dir: Path) -> dict[str, Any]:
     given = settings(runs.home, where, turns)
     with Rows(run_dir / "run") as rows:
         if cell.moment == "resuming":
-            with _cluster(run_dir / "first") as cluster:
+            with _cluster(run_dir / "whole-nodes") as cluster:
                 code = _end(_start(cluster, run_dir, [*given, f"train.steps={points.STEP}"], "first.log"))
             assert code == 0, f"the first half ended with {code}: {sentence(run_dir / 'first.log')}"
         with _cluster(run_dir / "struck-nodes") as cluster:
