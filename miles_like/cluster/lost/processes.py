@@ -21,7 +21,7 @@ from miles_like.nodes.waits import on_node
 
 LOST = (RayActorError, ActorUnschedulableError)  # errors of calls to actors that do not answer any more
 LOOK_S = 0.5  # between two looks at the states of actors
-_DEAD = gcs_pb2.ActorTableData.ActorState.DEAD
+_DEAD = gcs_pb2.ActorTableData.ActorState.DEAD  # type: ignore[attr-defined]  # generated code without types
 _ENDED_S = 20.0  # time limit for processes to end, once they have been killed
 _PROCESS = "a worker process died (killed, or out of memory)"
 _NODE = "its node is lost"
