@@ -72,10 +72,10 @@ class WholeTurns(ResumingEngine):
         groups = await super().generate(prompts, n=n, params=params)
         return [dataclasses.replace(g, samples=tuple(map(_ended, g.samples))) for g in groups]
 
-    async def resume(
+    async def resume_turn(
         self, sample: Sample, params: SamplingParams, *, sampled_before: int = 0, environment: Sequence[int] = ()
     ) -> Sample:
-        more = await super().resume(sample, params, sampled_before=sampled_before, environment=environment)
+        more = await super().resume_turn(sample, params, sampled_before=sampled_before, environment=environment)
         return _ended(more)
 
 
@@ -111,7 +111,7 @@ async def cached_share(url: str, sample: Sample) -> float:
 async def measure(url: str, prompts: Sequence[Prompt], rounds: int) -> dict[str, float]:
     ratios: dict[str, list[float]] = {"throughput": [], "blocking": [], "cached": []}
     plain = SGLangClient(url, routing=None, prompts_per_request=16)
-    ways = {"throughput": episodes_of(url, Waiting), "blocking": episodes_of(url, Blocking)}
+    ways: dict[str, Any] = {"throughput": episodes_of(url, Waiting), "blocking": episodes_of(url, Blocking)}
     for k in range(rounds + 1):
         seconds, tokens, _ = await sampled(plain, prompts, TURNS * TURN_TOKENS, k)
         found: dict[str, float] = {}
@@ -122,8 +122,8 @@ async def measure(url: str, prompts: Sequence[Prompt], rounds: int) -> dict[str,
         if k:  # the first round does not count
             for name, value in found.items():
                 ratios[name].append(value)
-    for engine in (plain, *ways.values()):
-        await engine.close()
+    for closed in (plain, *ways.values()):
+        await closed.close()
     return {name: statistics.median(values) for name, values in ratios.items()}
 
 
