@@ -2,7 +2,9 @@
 
 The three take turns on a program that prints one word. `pool_s`, `once_s`, `bare_s`: median seconds of a program, one
 at a time; `pool_per_once`, `pool_per_bare`: ratios of the medians. `runs_per_s_N`: programs a second of N slots, which
-compute for 20 ms each, for N = 1, 2, ... up to the cores; `scaling`: of all cores over one slot, divided by the cores.
+compute for 20 ms each, for N = 1, 2, ... up to the cores; `bare_per_s_N`: the same work in N bare processes, which
+shows what the machine gives; both the median of 5 rounds. `scaling`: of all slots over one, divided by the same of
+bare processes.
 
 Goals: a pooled program takes at most 0.5 of one with a new sandbox; scaling >= 0.7.
 
@@ -29,7 +31,9 @@ from miles_like.sandbox.program import Program
 
 GOALS = {"pool_per_once_max": 0.5, "scaling_min": 0.7}
 HELLO = Program(code="print('hello')")
-WORK = Program(code="import time\nend = time.process_time() + 0.02\nwhile time.process_time() < end: pass")
+WORK_S = 0.02
+LOOP = "import time\nend = time.process_time() + {seconds}\nwhile time.process_time() < end: pass"
+WORK = Program(code=LOOP.format(seconds=WORK_S))
 BARE = [PYTHON, "-I", "-c", HELLO.code]
 
 
@@ -73,6 +77,17 @@ def runs_per_s(slots: int, programs: int) -> float:
         pool.end()
 
 
+def bare_per_s(slots: int, programs: int) -> float:
+    """The work of so many programs, divided among processes."""
+    words = [PYTHON, "-I", "-c", LOOP.format(seconds=WORK_S * programs / slots)]
+
+    def all_of() -> None:
+        for process in [subprocess.Popen(words) for _ in range(slots)]:
+            process.wait()
+
+    return programs / seconds(all_of)
+
+
 def main() -> int:
     """0 when the goals hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,10 +99,14 @@ def main() -> int:
     figures = one_at_a_time(turns)
     figures["pool_per_once"] = figures["pool_s"] / figures["once_s"]
     figures["pool_per_bare"] = figures["pool_s"] / figures["bare_s"]
-    for slots in sorted({1, 2, *(2**k for k in range(1, cores.bit_length())), cores}):
-        if slots <= cores:
-            figures[f"runs_per_s_{slots}"] = runs_per_s(slots, turns * slots)
-    figures["scaling"] = figures[f"runs_per_s_{cores}"] / figures["runs_per_s_1"] / cores
+    rates: dict[str, list[float]] = {}
+    for _ in range(5):
+        for slots in sorted({1, *(2**k for k in range(1, cores.bit_length())), cores}):
+            rates.setdefault(f"runs_per_s_{slots}", []).append(runs_per_s(slots, turns * slots))
+            rates.setdefault(f"bare_per_s_{slots}", []).append(bare_per_s(slots, turns * slots))
+    figures |= {name: statistics.median(found) for name, found in rates.items()}
+    of_slots = figures[f"runs_per_s_{cores}"] / figures["runs_per_s_1"]
+    figures["scaling"] = of_slots / (figures[f"bare_per_s_{cores}"] / figures["bare_per_s_1"])
     rounded = {name: round(value, 5) for name, value in figures.items()}
     for name, value in rounded.items():
         print(f"{name:20}{value:10.4f}")
