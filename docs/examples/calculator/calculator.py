@@ -6,7 +6,7 @@
 
 The policy's turn `<calc>2*3</calc>` is answered by `6;`, any other turn is its answer. Prompts are annotations of
 GSM8K's solutions (MIT, configs/tiny/LICENSE), those of its test file held out. The corpus of the warm-up has other
-expressions: half of its first turns call the calculator, the others answer at once.
+expressions: a tenth of its first turns call the calculator, the others answer at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>=]*>>")
 EXPRESSION = re.compile(r"(\d{1,2})([-+*/])(\d{1,2})([-+*/])(\d{1,2})")
 LARGEST = 999
-CALLS = 0.5  # share of the corpus' first turns
+CALLS = 0.1  # share of the corpus' first turns
 CORPUS, CHECK = 8_000, 200  # expressions
 Step = tuple[str, int]  # an operation, and its value
 CALL = re.compile(r"<calc>(\d{1,3})([-+*/])(\d{1,3})</calc>")
