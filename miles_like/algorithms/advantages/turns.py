@@ -102,11 +102,9 @@ def _policy_turns(sample: Sample) -> Iterator[_Turn]:
             yield _Turn(span.start, span.end, span.reward or 0.0)
 
 
-def _placed(sample: Sample, numbers: Numbers) -> float | Tensor:
-    """A number where the sample is one turn."""
-    if len(numbers) == 1:
-        return numbers[0]
+def _placed(sample: Sample, numbers: Numbers) -> Tensor:
+    """[S], also where the sample is one turn: samples of other workers may have several."""
     out = torch.zeros(sample.length)
-    for turn, value in zip(_policy_turns(sample), numbers, strict=True):
+    for turn, value in zip(_turns(sample, 0.0), numbers, strict=True):
         out[turn.start : turn.end] = value
     return out

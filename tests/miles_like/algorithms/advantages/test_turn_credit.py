@@ -40,8 +40,7 @@ def episode(index: int, rewards: list[float | None], *, beyond: float = 0.0) -> 
 
 def turns_of(advantage: float | torch.Tensor, turns: int) -> list[float]:
     """One number a turn; the environment's tokens have none."""
-    if not isinstance(advantage, torch.Tensor):
-        return [advantage] * turns
+    assert isinstance(advantage, torch.Tensor), "also of one turn: workers agree on what they hold"
     found = [advantage[2 + 3 * i : 4 + 3 * i].tolist() for i in range(turns)]
     assert all(a == b for a, b in found) and not advantage[:2].any() and not advantage[4::3].any()
     return [a for a, _ in found]
