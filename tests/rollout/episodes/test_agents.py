@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from miles_like.report.reward_calls import RewardTally
 from miles_like.types import EnvironmentLost, Prompt, Sample, SampleGroup, SamplingParams
 from rollout.config import RolloutConfig
 from rollout.episodes.runner import make_episode_runner
+from rollout.recorder import agent_process
 from rollout.tool_config import AgentConfig
 from tests.support.chat_templates import end_ids, tokenizer
 from tests.support.refusals import refuses
@@ -158,6 +160,37 @@ def test_a_program_is_recorded(tmp_path: Path) -> None:
         if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
             raise ProcessLookupError
         os.kill(pid, 0)
+
+
+def test_a_killed_run_leaves_no_process_of_an_agent(tmp_path: Path) -> None:
+    """Nor what the agent has started."""
+    note = tmp_path / "pids"
+    agent = "import os, pathlib, subprocess, sys, time\npid = subprocess.Popen(['sleep', '600']).pid\n"
+    agent += "pathlib.Path(sys.argv[1] + '.new').write_text(f'{os.getpid()} {pid}')\n"
+    agent += "os.rename(sys.argv[1] + '.new', sys.argv[1])\ntime.sleep(600)"
+    driver = "import os, subprocess, sys\nhow = dict(start_new_session=True)\n"
+    driver += "subprocess.run([sys.executable, '-I', '-S', sys.argv[1], str(os.getpid()), *sys.argv[2:]], **how)"
+    words = (sys.executable, "-c", driver, agent_process.__file__, sys.executable, "-c", agent, str(note))
+    with subprocess.Popen(words) as run:
+        wait_until(note.exists)
+        run.kill()
+    for pid in note.read_text().split():
+        wait_until(lambda pid=pid: has_ended(pid))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def has_ended(pid: str) -> bool:
+    """A zombie too: process 1 of a container may not wait for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def test_a_program_that_fails_costs_its_episode() -> None:
