@@ -157,6 +157,16 @@ def made(kind: type[Exception], text: str) -> Exception:
         return RuntimeError(f"{kind.__name__}: {text}")
 
 
+def finish(result: object) -> None:
+    """Run what a test's call has only begun: an `async def` runs nothing before it is awaited."""
+    if inspect.iscoroutine(result):
+        import asyncio
+
+        asyncio.run(result)
+    elif inspect.isgenerator(result) or inspect.isasyncgen(result):
+        raise TypeError("a test that yields is not run")
+
+
 def cases(entry: str, names: dict[str, Any], programs: dict[str, Any]) -> list[tuple[str, Callable[[], object]]]:
     """The tests that a source has defined in `names`: unittest's and pytest's, by how they are called, and HumanEval's
     `check`. What is the program's, as in `programs`, is no test."""
@@ -208,7 +218,7 @@ class Tests:
         for name, function in found:
             why = ""
             try:
-                function()
+                finish(function())
             except Exception as e:
                 why = f"{type(e).__name__}: {e}"[:300] or "failed"
             self.say({"test": i, "name": name, "right": not why, "why": why})

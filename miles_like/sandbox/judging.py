@@ -98,7 +98,25 @@ def _test(one: object, entry: str) -> Test:
         tree = ast.parse(one)
     except SyntaxError as e:
         raise ValueError(f"a test is no Python ({e.msg} in line {e.lineno}): {one[:80]!r}") from None
+    if all(_tests_nothing(statement, entry) for statement in tree.body):
+        why = (
+            "its function check needs the column of reward.unit_tests.entry_key" if "def check" in one else "add a test"
+        )
+        raise ValueError(f"a test has definitions alone, so that every program would pass ({why}): {one[:80]!r}")
     return _equality(tree) or Source(one, entry)
+
+
+def _tests_nothing(statement: ast.stmt, entry: str) -> bool:
+    """Whether it neither calls anything when it is run nor defines what the harness calls."""
+    match statement:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            return not (name.startswith("test") or (name == "check" and entry))
+        case ast.ClassDef(name=name, bases=bases):
+            return not (bases or name.startswith("Test"))
+        case ast.Assign() | ast.AnnAssign() | ast.Expr(value=ast.Constant()):
+            return not any(isinstance(node, ast.Call) for node in ast.walk(statement))
+        case _:
+            return isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass)
 
 
 def _equality(tree: ast.Module) -> Equal | None:

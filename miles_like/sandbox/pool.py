@@ -149,10 +149,14 @@ class _Slot:
         self._drop()
 
     def _run(self, job: _Job) -> Ran:
+        if self.closed:
+            raise SandboxLost("its pool was closed")
         for attempt in range(_TRIES):
             try:
                 if self._box is None:
                     self._box = _Box(self._launch(self._number, INNER), self._config)
+                    if self.closed:  # `kill` may have found no box
+                        raise SandboxLost("its pool was closed")
                     self._box.start()
                 ran, clean = self._box.run(job.program)
             except SandboxLost:

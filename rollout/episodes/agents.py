@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -81,8 +82,23 @@ class AgentEpisodes(EngineWrapper):
             most_tokens=len(prompt.token_ids) + self._max_tokens,
         )
         try:
+            found = await self._played(session, seed)
+        except Exception:
+            if session.failure is not None:  # whatever the agent made of it
+                raise session.failure from None
+            raise
+        finally:
+            if self._log is not None:
+                self._log.record(session.counts)
+        if session.failure is not None:
+            raise session.failure
+        return found
+
+    async def _played(self, session: Session, seed: int) -> Sequence[Sample] | Unscored:
+        prompt = session.prompt
+        try:
             async with self._recorder.session(session) as url, asyncio.timeout(self._timeout_s) as limit:
-                reward = await self._agent(prompt, base_url=url, api_key=key, seed=seed)
+                reward = await self._agent(prompt, base_url=url, api_key=session.key, seed=seed)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -90,15 +106,19 @@ class AgentEpisodes(EngineWrapper):
         except EnvironmentLost as e:
             return Unscored(reason=reason_of(e))
         except Exception as e:  # user code may raise anything
-            raise RuntimeError(f"rollout.agent failed for sample {prompt.id}/{index}: {raised(e)}") from e
-        finally:
-            if self._log is not None:
-                self._log.record(session.counts)
-        if session.failure is not None:
-            raise session.failure
+            raise RuntimeError(f"rollout.agent failed for sample {prompt.id}/{session.index}: {raised(e)}") from e
         if reward is not None:
-            session.reward = float(reward)
+            session.reward = _finite(reward, f"{prompt.id}/{session.index}")
         return session.rows or Unscored(reason=SILENT)
+
+
+def _finite(reward: object, sample: str) -> float:
+    if isinstance(reward, bool | int | float) and math.isfinite(reward):
+        return float(reward)
+    raise RuntimeError(
+        f"rollout.agent returned {reward!r:.80} for sample {sample}: return a finite number, or None for the reward of "
+        "the run"
+    )
 
 
 def with_common_start(prompt: Prompt, rows: Sequence[Sample]) -> Prompt:

@@ -34,7 +34,10 @@ async def respond(session: Session, body: Mapping[str, Any]) -> Json:
         if isinstance(t, dict) and t.get("type") == "function"
     ]
     check_tools(tools)
-    played = await session.play(messages, tools, body.get("max_output_tokens"))
+    limit = body.get("max_output_tokens")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise BadRequest(f"max_output_tokens = {limit!r} is not a positive integer", "max_output_tokens")
+    played = await session.play(messages, tools, limit)
     return response(played, str(body.get("model") or ""))
 
 

@@ -17,7 +17,7 @@ import logging
 import math
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from typing import Any
@@ -51,19 +51,25 @@ class Recorder:
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}  # by their keys
+        self._running: dict[str, set[asyncio.Task[Response]]] = {}  # key -> requests that are being answered
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
         self.url = ""
 
     @asynccontextmanager
     async def session(self, session: Session) -> AsyncIterator[str]:
-        """Within it the session's requests are answered; the base URL of the session, without /v1."""
+        """Within it the session's requests are answered; the base URL of the session, without /v1. Requests that are
+        not answered at its end are cancelled: no token is sampled for an episode that is over."""
         await self.start()
-        self._sessions[session.key] = session
+        self._sessions[session.key], self._running[session.key] = session, set()
         try:
             yield f"{self.url}/sessions/{session.id}"
         finally:
             del self._sessions[session.key]
+            if running := self._running.pop(session.key):
+                for task in running:
+                    task.cancel()
+                await asyncio.wait(running)
 
     async def start(self) -> None:
         """On a free port of loopback. Idempotent. Raises RuntimeError where it does not start."""
@@ -103,12 +109,13 @@ class Recorder:
         return app
 
     def _answered(
-        self, handler: Callable[[Session, Json], Awaitable[Response]]
+        self, handler: Callable[[Session, Json], Coroutine[Any, Any, Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
-                session = self._session_of(request)
-                return await handler(session, await _body(request))
+                self._session_of(request)
+                body = await _body(request)
+                return await self._while_it_lasts(self._session_of(request), body, handler)
             except BadRequest as e:
                 return _refusal(request, str(e), e.status, parameter=e.parameter, code=e.code)
             except Exception as e:  # of the engine: the agent's request fails, and the run hears of it from the engine
@@ -116,6 +123,21 @@ class Recorder:
                 return _refusal(request, raised(e), HTTPStatus.INTERNAL_SERVER_ERROR)
 
         return answer
+
+    async def _while_it_lasts(
+        self, session: Session, body: Json, handler: Callable[[Session, Json], Coroutine[Any, Any, Response]]
+    ) -> Response:
+        """Raises BadRequest where the session ends first."""
+        running, task = self._running[session.key], asyncio.create_task(handler(session, body))
+        running.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if session.key in self._running:
+                raise
+            raise BadRequest("the episode of this session is over", status=HTTPStatus.UNAUTHORIZED) from None
+        finally:
+            running.discard(task)
 
     def _session_of(self, request: Request) -> Session:
         """By the key of a client. Raises BadRequest."""

@@ -68,6 +68,7 @@ class Session:
     counts: Counter[str] = field(default_factory=Counter)
     _nodes: list[Node] = field(default_factory=list)
     _rows: list[Sample] = field(default_factory=list)
+    _sampled: set[int] = field(default_factory=set)  # indices of rows whose next turn is being sampled
 
     @property
     def rows(self) -> list[Sample]:
@@ -108,12 +109,18 @@ class Session:
         """The policy's answer to a prompt of token ids, in a row that it continues, if there is one."""
         self.counts[REQUESTS] += 1
         given = list(ids)
-        fits = [i for i, r in enumerate(self._rows) if r.token_ids.tolist() == given[: r.length] and r.response_len]
+        fits = [
+            i
+            for i, r in enumerate(self._rows)
+            if i not in self._sampled and r.token_ids.tolist() == given[: r.length] and r.response_len
+        ]
         row = max(fits, key=lambda i: self._rows[i].length, default=None)
         if row is None:
             row, base = self._begun(given)
         else:
             base = self._rows[row]
+            for node in self._nodes:
+                node.continued = node.continued or node.row == row
         new = tuple(given[base.length :])
         spans = [Span(who=ENVIRONMENT, start=base.length, end=len(given))] if new else []
         return await self._sample(row, base, new, spans, (), max_tokens)
@@ -185,11 +192,14 @@ class Session:
         params = dataclasses.replace(self.params, max_new_tokens=limit)
         if row and params.sampling_seed is not None:
             params = dataclasses.replace(params, sampling_seed=seed_of(params.sampling_seed, "row", row))
+        self._sampled.add(row)
         try:
             sample = await self.engine.continue_sample(base, new, params=params)
         except Exception as e:  # the agent's client gets it, and the run
             self.failure = self.failure or e
             raise
+        finally:
+            self._sampled.discard(row)
         ids = sample.token_ids.tolist()
         turn = self.chat.parse(ids[:start], ids[start:], tools)
         status = "" if sample.finish is Finish.STOP else sample.finish.value

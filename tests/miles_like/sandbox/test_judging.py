@@ -121,6 +121,13 @@ def test_each_test_of_a_source_counts(pool: SandboxPool) -> None:
     assert (found.passed, found.tests, found.why) == (2, 3, "AssertionError: ")
 
 
+def test_a_test_that_is_only_begun_does_not_pass(pool: SandboxPool) -> None:
+    asynchronous = "async def test_a():\n    assert double(1) == 3\nasync def test_b():\n    assert double(1) == 2\n"
+    generator = "def test_c():\n    assert double(1) == 2\n    yield\n"
+    found = asyncio.run(judge(pool, "def double(n): return 2 * n", read_tests([asynchronous, generator])))
+    assert (found.passed, found.tests, sorted(found.failures)) == (1, 3, ["test_a", "test_c"])
+
+
 def test_a_printed_output_is_compared_outside(pool: SandboxPool) -> None:
     tests = read_tests({"inputs": ["1\n", "2\n"], "outputs": ["2", "4\n\n"]})
     right = "print(2 * int(input()))  "
@@ -142,6 +149,12 @@ def test_what_a_row_may_have() -> None:
         read_tests(["assert f("])
     with refuses(ValueError, "inputs", "outputs"):
         read_tests({"inputs": ["1"], "outputs": []})
+    check = "METADATA = {}\ndef check(candidate):\n    assert candidate(1) == 2\n"
+    assert read_tests(check, "f") == [Source(check, "f")] and read_tests(check + "check(f)")
+    with refuses(ValueError, "reward.unit_tests.entry_key"):
+        read_tests(check)
+    with refuses(ValueError, "nothing", "add a test"):
+        read_tests(["# nothing"])
 
 
 def test_plain_data_comes_back_equal() -> None:

@@ -71,6 +71,20 @@ def test_a_program_has_its_files_and_its_input(pool: SandboxPool) -> None:
     assert pool.run_now(Program(argv=("no-such-program",))).code == 1
 
 
+def test_a_closed_pool_runs_no_program_that_waits() -> None:
+    need_programs("bwrap", "setpriv")
+    pool = make_pool(LIMITS.model_copy(update={"slots": 1}))
+
+    async def run() -> list[object]:
+        program = Program(code="import time; time.sleep(0.5)")
+        asked = [asyncio.create_task(pool.run(program)) for _ in range(3)]
+        await asyncio.sleep(0)  # they wait
+        await pool.close()
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    assert [type(one) for one in asyncio.run(run())] == [SandboxLost] * 3
+
+
 def test_a_traceback_shows_the_program_alone(pool: SandboxPool) -> None:
     ran = pool.run_now(Program(code="def f():\n    return 1 / 0\nf()"))
     assert 'File "main.py", line 2, in f' in ran.stderr and "return 1 / 0" in ran.stderr

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from miles_like.report.reward_calls import RewardTally
-from miles_like.types import EnvironmentLost, Prompt, SampleGroup, SamplingParams
+from miles_like.types import EnvironmentLost, Prompt, Sample, SampleGroup, SamplingParams
 from rollout.config import RolloutConfig
 from rollout.episodes.runner import make_episode_runner
+from rollout.recorder import agent_process
 from rollout.tool_config import AgentConfig
 from tests.support.chat_templates import end_ids, tokenizer
 from tests.support.refusals import refuses
@@ -63,9 +66,9 @@ def prompt() -> Prompt:
     return Prompt(id="p", token_ids=tuple(ids), answer="5", messages=(USER,))
 
 
-def played(n: int = 1, log: RewardTally | None = None, **agent: Any) -> SampleGroup:
+def played(n: int = 1, log: RewardTally | None = None, sampler: type[Script] = Script, **agent: Any) -> SampleGroup:
     config = RolloutConfig(agent=AgentConfig(**agent), max_new_tokens=100, max_episode_tokens=400)
-    engine = make_episode_runner(config, tokenizer("qwen3")).wrap(Script(*LINES), log)
+    engine = make_episode_runner(config, tokenizer("qwen3")).wrap(sampler(*LINES), log)
 
     async def run() -> SampleGroup:
         try:
@@ -101,6 +104,18 @@ async def two_rows(prompt: Prompt, *, base_url: str, api_key: str, seed: int) ->
 
 async def gives_up(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> None:
     raise EnvironmentLost("no browser")
+
+
+async def not_a_number(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> float:
+    await two_rows(prompt, base_url=base_url, api_key=api_key, seed=seed)
+    return float("nan")
+
+
+class Defective(Script):
+    async def continue_sample(
+        self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
+    ) -> Sample:
+        raise ZeroDivisionError("a bug of the engine")
 
 
 async def broken(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> None:
@@ -147,10 +162,52 @@ def test_a_program_is_recorded(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
+def test_a_killed_run_leaves_no_process_of_an_agent(tmp_path: Path) -> None:
+    """Nor what the agent has started."""
+    note = tmp_path / "pids"
+    agent = "import os, pathlib, subprocess, sys, time\npid = subprocess.Popen(['sleep', '600']).pid\n"
+    agent += "pathlib.Path(sys.argv[1] + '.new').write_text(f'{os.getpid()} {pid}')\n"
+    agent += "os.rename(sys.argv[1] + '.new', sys.argv[1])\ntime.sleep(600)"
+    driver = "import os, subprocess, sys\nhow = dict(start_new_session=True)\n"
+    driver += "subprocess.run([sys.executable, '-I', '-S', sys.argv[1], str(os.getpid()), *sys.argv[2:]], **how)"
+    words = (sys.executable, "-c", driver, agent_process.__file__, sys.executable, "-c", agent, str(note))
+    with subprocess.Popen(words) as run:
+        wait_until(note.exists)
+        run.kill()
+    for pid in note.read_text().split():
+        wait_until(lambda pid=pid: has_ended(pid))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def has_ended(pid: str) -> bool:
+    """A zombie too: process 1 of a container may not wait for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def test_a_program_that_fails_costs_its_episode() -> None:
     assert program("fails").discarded == {"agent failed": 1}
     assert program("silent").discarded == {"agent without a request": 1}
     assert program("waits", timeout_s=1.5).discarded == {"agent timeout": 1}
+
+
+def test_an_error_of_the_engine_ends_the_run() -> None:
+    """The program fails for it, which costs no more than an episode where the program is the cause."""
+    with pytest.raises(ZeroDivisionError, match="of the engine"):
+        program("records", sampler=Defective)
+
+
+def test_a_reward_that_is_no_number_ends_the_run() -> None:
+    with refuses(RuntimeError, "rollout.agent", "nan", "p/0"):
+        played(function=f"{HERE}:not_a_number")
 
 
 def test_an_agent_that_cannot_be_used_is_refused() -> None:

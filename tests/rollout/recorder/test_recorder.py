@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,11 @@ from tests.support.scripted import Script
 END = "<|im_end|>"
 TOOLS = ToolConfig(functions=(f"{__file__}:add",))
 USER = {"role": "user", "content": "2+3?"}
+ANSWER = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2, "b": 3}}}],
+}
 PARAMS = SamplingParams(max_new_tokens=300, sampling_seed=5, stop_token_ids=end_ids("qwen3"))
 
 
@@ -291,6 +296,67 @@ def test_the_token_endpoint_goes_on_in_a_row() -> None:
     assert [c["logprob"] for c in second["logprobs"]["content"]] == [-1.0] * len(second["token_ids"])
 
 
+class Slow(Script):
+    """Samples when it is let go. ended: turns that were cancelled."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__(*lines)
+        self.go, self.begun, self.ended = asyncio.Event(), asyncio.Semaphore(0), 0
+
+    async def continue_sample(
+        self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
+    ) -> Sample:
+        self.begun.release()
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.ended += 1
+            raise
+        return await super().continue_sample(sample, environment, params=params)
+
+
+def test_requests_at_the_same_time_lose_no_sampled_token() -> None:
+    """Two go on in one row: the second begins another one."""
+    one = session(engine := Slow(*LINES))
+
+    async def run() -> list[list[int]]:
+        engine.go.set()
+        first = await one.play([USER], specs())
+        engine.go.clear()
+        ids = first.sample.token_ids.tolist()
+        asked = [asyncio.create_task(one.continue_ids([*ids, new])) for new in (1, 2)]
+        asked.append(asyncio.create_task(one.play([USER, ANSWER, USER], specs())))
+        for _ in range(3 + 1):
+            await engine.begun.acquire()
+        engine.go.set()
+        return [first.completion_ids, *[played.completion_ids for played in await asyncio.gather(*asked)]]
+
+    sampled = asyncio.run(run())
+    assert sorted(i for ids in sampled for i in ids) == sorted(
+        i for row in one.rows for i in row.token_ids[row.loss_mask].tolist()
+    )
+
+
+def test_a_request_ends_with_its_episode() -> None:
+    one = session(engine := Slow(*LINES))
+
+    async def run() -> httpx.Response:
+        recorder = Recorder()
+        try:
+            async with httpx.AsyncClient(headers={"authorization": "Bearer k"}) as http:
+                async with recorder.session(one) as url:
+                    body = {"model": "m", "messages": [USER]}
+                    asked = asyncio.create_task(http.post(f"{url}/v1/chat/completions", json=body))
+                    await engine.begun.acquire()
+                async with asyncio.timeout(10):
+                    return await asked
+        finally:
+            await recorder.close()
+
+    reply = asyncio.run(run())
+    assert (reply.status_code, engine.ended, one.failure) == (401, 1, None)
+
+
 @pytest.mark.parametrize(
     ("path", "key", "body", "status", "facts"),
     [
@@ -304,6 +370,7 @@ def test_the_token_endpoint_goes_on_in_a_row() -> None:
         ("/v1/messages", "k", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, ("'image'",)),
         ("/inference/v1/generate", "k", {"token_ids": ["a"]}, 400, ("token_ids",)),
         ("/reward", "k", {"reward": "much"}, 400, ("reward", "'much'")),
+        ("/v1/responses", "k", {"input": "a", "max_output_tokens": -1}, 400, ("max_output_tokens", -1)),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(
