@@ -1,7 +1,7 @@
 """Episodes that an agent plays by its own loop, as a client of the recorder.
 
 An agent that fails, does not end in time, or asks the policy nothing costs its episode, which is discarded with the
-reason; an error of the engine ends the run.
+reason; an error of the engine ends the run, whatever the agent makes of it.
 """
 
 from __future__ import annotations
@@ -81,24 +81,37 @@ class AgentEpisodes(EngineWrapper):
             most_tokens=len(prompt.token_ids) + self._max_tokens,
         )
         try:
-            async with self._recorder.session(session) as url, asyncio.timeout(self._timeout_s) as limit:
-                reward = await self._agent(prompt, base_url=url, api_key=key, seed=seed)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            return Unscored(reason=TIMEOUT)
-        except EnvironmentLost as e:
-            return Unscored(reason=reason_of(e))
-        except Exception as e:  # user code may raise anything
-            raise RuntimeError(f"rollout.agent failed for sample {prompt.id}/{index}: {raised(e)}") from e
+            lost = await self._play(session, seed)
+        except Exception as e:
+            if session.failure is not None and session.failure is not e:
+                raise session.failure from e  # what the agent has made of it
+            raise
         finally:
             if self._log is not None:
                 self._log.record(session.counts)
         if session.failure is not None:
             raise session.failure
+        if lost is not None:
+            return Unscored(reason=lost)
+        return session.rows or Unscored(reason=SILENT)
+
+    async def _play(self, session: Session, seed: int) -> str | None:
+        """Sets the session's reward, if the agent returns one. Returns why the episode is lost, if it is."""
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with self._recorder.session(session) as url, limit:
+                reward = await self._agent(session.prompt, base_url=url, api_key=session.key, seed=seed)
+        except EnvironmentLost as e:
+            return reason_of(e)
+        except Exception as e:  # user code may raise anything
+            if isinstance(e, TimeoutError) and limit.expired():
+                return TIMEOUT
+            raise RuntimeError(
+                f"rollout.agent failed for sample {session.prompt.id}/{session.index}: {raised(e)}"
+            ) from e
         if reward is not None:
             session.reward = float(reward)
-        return session.rows or Unscored(reason=SILENT)
+        return None
 
 
 def with_common_start(prompt: Prompt, rows: Sequence[Sample]) -> Prompt:

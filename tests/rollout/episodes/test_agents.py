@@ -9,6 +9,7 @@ import asyncio
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,14 @@ def prompt() -> Prompt:
     return Prompt(id="p", token_ids=tuple(ids), answer="5", messages=(USER,))
 
 
-def played(n: int = 1, log: RewardTally | None = None, **agent: Any) -> SampleGroup:
+class Broken(Script):
+    async def continue_sample(self, *of: Any, **more: Any) -> Any:
+        raise ConnectionError("the server is gone")
+
+
+def played(n: int = 1, log: RewardTally | None = None, kind: type[Script] = Script, **agent: Any) -> SampleGroup:
     config = RolloutConfig(agent=AgentConfig(**agent), max_new_tokens=100, max_episode_tokens=400)
-    engine = make_episode_runner(config, tokenizer("qwen3")).wrap(Script(*LINES), log)
+    engine = make_episode_runner(config, tokenizer("qwen3")).wrap(kind(*LINES), log)
 
     async def run() -> SampleGroup:
         try:
@@ -103,6 +109,16 @@ async def gives_up(prompt: Prompt, *, base_url: str, api_key: str, seed: int) ->
     raise EnvironmentLost("no browser")
 
 
+async def patient(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> None:
+    with suppress(Exception):
+        await two_rows(prompt, base_url=base_url, api_key=api_key, seed=seed)
+    await asyncio.sleep(60)
+
+
+async def late(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> None:
+    raise TimeoutError("its own")
+
+
 async def broken(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> None:
     raise KeyError("a bug")
 
@@ -127,6 +143,18 @@ def test_a_function_that_gives_up_discards_its_episode_and_a_bug_ends_the_run() 
     assert played(2, function=f"{HERE}:gives_up").discarded == {"no browser": 2}
     with refuses(RuntimeError, "rollout.agent", "p/0", "'a bug'"):
         played(function=f"{HERE}:broken")
+    with refuses(RuntimeError, "rollout.agent", "p/0", "TimeoutError: its own"):
+        played(function=f"{HERE}:late")
+
+
+def test_an_error_of_the_engine_ends_the_run() -> None:
+    """Also where the agent fails of it, gives up, or waits until its time is over."""
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        program("talks", kind=Broken)
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        played(function=f"{HERE}:two_rows", kind=Broken)
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        played(function=f"{HERE}:patient", timeout_s=3, kind=Broken)
 
 
 def test_a_program_is_recorded(tmp_path: Path) -> None:
