@@ -5,6 +5,7 @@ Letters: G samples a prompt, S tokens a sample.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -92,7 +93,7 @@ def _turns(sample: Sample, reward: float) -> list[_Turn]:
     found = list(_policy_turns(sample))
     turns = found or [_Turn(0, sample.length, 0.0)]
     given = [t.reward for t in turns]
-    rest = reward - sum(given)
+    rest = reward - math.fsum(given)  # the reward of an episode is this sum
     return [*turns[:-1], turns[-1]._replace(reward=turns[-1].reward + rest)] if rest else turns
 
 
