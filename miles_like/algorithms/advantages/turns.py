@@ -104,10 +104,17 @@ def _policy_turns(sample: Sample) -> Iterator[_Turn]:
 
 
 def _placed(sample: Sample, numbers: Numbers) -> float | Tensor:
-    """A number where the sample is one turn."""
+    """A number where the sample is one turn. Raises ValueError for a token under loss that is in none of several."""
     if len(numbers) == 1:
         return numbers[0]
-    out = torch.zeros(sample.length)
+    out, own = torch.zeros(sample.length), sample.loss_mask.clone()
     for turn, value in zip(_policy_turns(sample), numbers, strict=True):
         out[turn.start : turn.end] = value
+        own[turn.start : turn.end] = False
+    if own.any():
+        raise ValueError(
+            f"sample {sample.name} has {int(own.sum())} tokens under loss, from token {int(own.nonzero()[0])} on, that "
+            f"are in none of its {len(numbers)} turns: give it a span for each turn, or set algorithm.turn_credit = "
+            "'episode'"
+        )
     return out
