@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import secrets
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import SupportsFloat
 
-from miles_like.limits.user_errors import raised
+from miles_like.limits.user_errors import raised, shown
 from miles_like.protocols import EpisodeLog, RolloutEngine
 from miles_like.types import EnvironmentLost, Prompt, Sample, SampleGroup, SamplingParams, Unscored
 from rollout.chat.positions import same_until
@@ -110,6 +112,11 @@ class AgentEpisodes(EngineWrapper):
                 f"rollout.agent failed for sample {session.prompt.id}/{session.index}: {raised(e)}"
             ) from e
         if reward is not None:
+            if not (isinstance(reward, SupportsFloat) and math.isfinite(reward)):
+                raise RuntimeError(
+                    f"rollout.agent returned {shown(reward)} for sample {session.prompt.id}/{session.index}: expected "
+                    "a finite number, or None to have it scored"
+                )
             session.reward = float(reward)
         return None
 

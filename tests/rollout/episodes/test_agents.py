@@ -98,7 +98,7 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 async def two_rows(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> float:
     from openai import AsyncOpenAI
 
-    async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key) as client:
+    async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key, max_retries=0) as client:
         for system in ("Be short.", "Be long."):
             messages: Any = [{"role": "system", "content": system}, USER]
             await client.chat.completions.create(model="m", messages=messages)
@@ -117,6 +117,15 @@ async def patient(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> 
 
 async def late(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> None:
     raise TimeoutError("its own")
+
+
+async def praised(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> Any:
+    await two_rows(prompt, base_url=base_url, api_key=api_key, seed=seed)
+    return "good"
+
+
+async def undefined(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> float:
+    return float("nan")
 
 
 async def broken(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> None:
@@ -147,6 +156,13 @@ def test_a_function_that_gives_up_discards_its_episode_and_a_bug_ends_the_run() 
         played(function=f"{HERE}:late")
 
 
+def test_a_reward_is_a_finite_number() -> None:
+    with refuses(RuntimeError, "rollout.agent", "p/0", "finite", "'good'"):
+        played(function=f"{HERE}:praised")
+    with refuses(RuntimeError, "rollout.agent", "p/0", "finite", "nan"):
+        played(function=f"{HERE}:undefined")
+
+
 def test_an_error_of_the_engine_ends_the_run() -> None:
     """Also where the agent fails of it, gives up, or waits until its time is over."""
     with pytest.raises(ConnectionError, match="the server is gone"):
@@ -154,7 +170,7 @@ def test_an_error_of_the_engine_ends_the_run() -> None:
     with pytest.raises(ConnectionError, match="the server is gone"):
         played(function=f"{HERE}:two_rows", kind=Broken)
     with pytest.raises(ConnectionError, match="the server is gone"):
-        played(function=f"{HERE}:patient", timeout_s=3, kind=Broken)
+        played(function=f"{HERE}:patient", timeout_s=2, kind=Broken)
 
 
 def test_a_program_is_recorded(tmp_path: Path) -> None:
