@@ -24,6 +24,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import ClassVar
 
 from miles_like.limits.regular_files import is_inner_name
@@ -46,6 +47,7 @@ _ACTION = re.compile(
 )
 _EDIT = re.compile(r"\s*<<<<\n(?P<old>.*?\n|)====\n(?P<new>.*?\n|)>>>>\s*", re.DOTALL)
 _MOST_BYTES = 1 << 20  # of the files of an episode
+_MOST_NAME, _MOST_PATH = 255, 1024  # bytes; Linux allows the first in a part of a path, and more than the second
 
 
 class Repository(Replies):
@@ -85,10 +87,13 @@ class Repository(Replies):
         change = _EDIT.fullmatch(text)
         if change is None:
             return self._refuse("form", "The edit has no lines <<<<, ====, >>>> in this order.")
-        if path in self._tests or path.startswith("tests/"):
-            return self._refuse("tests", "Tests cannot be edited.")
         if not is_inner_name(path):
             return self._refuse("path", f"{path[:80]!r} is no path in the repository.")
+        path = str(PurePosixPath(path))  # one name for each file
+        if path in self._tests or path.startswith("tests/"):
+            return self._refuse("tests", "Tests cannot be edited.")
+        if path not in self.files and not self._has_room(path):
+            return self._refuse("path", f"There can be no file {path[:80]!r}: its name is too long, or taken.")
         old, new, had = change["old"], change["new"], self.files.get(path)
         if had is None and old:
             return self._refuse("file", f"There is no file {path[:80]!r}.")
@@ -101,6 +106,13 @@ class Repository(Replies):
             return self._refuse("size", f"The repository would have more than {_MOST_BYTES} bytes.")
         self.files[path] = after
         return f"{path} is changed."
+
+    def _has_room(self, path: str) -> bool:
+        """Whether a new file can be there: no folder has its name, and no file that of one of its folders."""
+        folders = {str(folder) for folder in PurePosixPath(path).parents}
+        short = len(path.encode()) <= _MOST_PATH and all(len(p.encode()) <= _MOST_NAME for p in path.split("/"))
+        taken = folders & self.files.keys() or any(file.startswith(f"{path}/") for file in self.files)
+        return short and not taken
 
     def _refuse(self, reason: str, text: str) -> str:
         self.refused[reason] += 1

@@ -76,7 +76,10 @@ class Search(Replies):
         self._index = index_of(self.corpus)
         given = prompt.meta.get("answers")
         answers = given if isinstance(given, Sequence) and not isinstance(given, str) else [prompt.answer]
-        self._answers = {normal(str(one)) for one in answers}
+        # what has no letter or digit is no answer: all such texts have one normal form
+        self._answers = {normal(str(one)) for one in answers if one is not None} - {""}
+        if not self._answers:
+            raise ValueError(f"prompt {prompt.id!r} has the answers {answers!r}: give one with a letter or a digit")
         self.searches = 0
 
     async def __call__(self, sample: Sample, turn: str) -> Observation:
@@ -84,8 +87,7 @@ class Search(Replies):
         if found is None:
             return self.reply("Write <search>words</search>, or <answer>text</answer>.")
         if found[0] == "answer":
-            right = normal(found[1]) in self._answers and bool(found[1])
-            return Observation(ends=True, reward=float(right))
+            return Observation(ends=True, reward=float(normal(found[1]) in self._answers))
         self.searches += 1
         hits = self._index.search(found[1], self.documents)
         shown = [f"{title}: {text[: self.characters]}" for title, text in hits]
@@ -93,6 +95,7 @@ class Search(Replies):
 
 
 def normal(text: str) -> str:
-    """SQuAD's normal form of an answer: lower case, without punctuation, articles and further spaces."""
+    """SQuAD's normal form of an answer: lower case, without punctuation, articles and further spaces. An answer of
+    articles alone keeps them, such as the letter of a choice."""
     kept = "".join(c for c in text.lower() if c.isalnum() or c.isspace())
-    return " ".join(_ARTICLES.sub(" ", kept).split())
+    return " ".join(_ARTICLES.sub(" ", kept).split()) or " ".join(kept.split())

@@ -1,7 +1,7 @@
 """Episodes that an agent plays by its own loop, as a client of the recorder.
 
 An agent that fails, does not end in time, or asks the policy nothing costs its episode, which is discarded with the
-reason; an error of the engine ends the run.
+reason; an error of the engine ends the run, whatever the agent makes of it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import SupportsFloat
 
-from miles_like.limits.user_errors import raised
+from miles_like.limits.user_errors import raised, shown
 from miles_like.protocols import EpisodeLog, RolloutEngine
 from miles_like.types import EnvironmentLost, Prompt, Sample, SampleGroup, SamplingParams, Unscored
 from rollout.chat.positions import same_until
@@ -82,43 +83,42 @@ class AgentEpisodes(EngineWrapper):
             most_tokens=len(prompt.token_ids) + self._max_tokens,
         )
         try:
-            found = await self._played(session, seed)
-        except Exception:
-            if session.failure is not None:  # whatever the agent made of it
-                raise session.failure from None
+            lost = await self._play(session, seed)
+        except Exception as e:
+            if session.failure is not None and session.failure is not e:
+                raise session.failure from e  # what the agent has made of it
             raise
         finally:
             if self._log is not None:
                 self._log.record(session.counts)
         if session.failure is not None:
             raise session.failure
-        return found
-
-    async def _played(self, session: Session, seed: int) -> Sequence[Sample] | Unscored:
-        prompt = session.prompt
-        try:
-            async with self._recorder.session(session) as url, asyncio.timeout(self._timeout_s) as limit:
-                reward = await self._agent(prompt, base_url=url, api_key=session.key, seed=seed)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            return Unscored(reason=TIMEOUT)
-        except EnvironmentLost as e:
-            return Unscored(reason=reason_of(e))
-        except Exception as e:  # user code may raise anything
-            raise RuntimeError(f"rollout.agent failed for sample {prompt.id}/{session.index}: {raised(e)}") from e
-        if reward is not None:
-            session.reward = _finite(reward, f"{prompt.id}/{session.index}")
+        if lost is not None:
+            return Unscored(reason=lost)
         return session.rows or Unscored(reason=SILENT)
 
-
-def _finite(reward: object, sample: str) -> float:
-    if isinstance(reward, bool | int | float) and math.isfinite(reward):
-        return float(reward)
-    raise RuntimeError(
-        f"rollout.agent returned {reward!r:.80} for sample {sample}: return a finite number, or None for the reward of "
-        "the run"
-    )
+    async def _play(self, session: Session, seed: int) -> str | None:
+        """Sets the session's reward, if the agent returns one. Returns why the episode is lost, if it is."""
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with self._recorder.session(session) as url, limit:
+                reward = await self._agent(session.prompt, base_url=url, api_key=session.key, seed=seed)
+        except EnvironmentLost as e:
+            return reason_of(e)
+        except Exception as e:  # user code may raise anything
+            if isinstance(e, TimeoutError) and limit.expired():
+                return TIMEOUT
+            raise RuntimeError(
+                f"rollout.agent failed for sample {session.prompt.id}/{session.index}: {raised(e)}"
+            ) from e
+        if reward is not None:
+            if not (isinstance(reward, SupportsFloat) and math.isfinite(reward)):
+                raise RuntimeError(
+                    f"rollout.agent returned {shown(reward)} for sample {session.prompt.id}/{session.index}: expected "
+                    "a finite number, or None to have it scored"
+                )
+            session.reward = float(reward)
+        return None
 
 
 def with_common_start(prompt: Prompt, rows: Sequence[Sample]) -> Prompt:

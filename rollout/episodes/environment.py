@@ -121,7 +121,10 @@ class Episodes(EngineWrapper):
             async with asyncio.timeout(self._limits.episode_s) as limit:
                 environment = await self._calls.make(prompt, seed=seed)
                 try:
-                    return await self._play(environment, prompt, sample, params, seconds)
+                    played = await self._play(environment, prompt, sample, params, seconds)
+                    if not limit.expired():
+                        limit.reschedule(None)  # a whole episode stays, however long its environment takes to close
+                    return played
                 finally:
                     await self._calls.close(environment, sample.name)
         except TimeoutError:

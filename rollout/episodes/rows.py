@@ -24,21 +24,21 @@ class SampledTokens(EngineWrapper):
         groups = await self._engine.generate(prompts, n=n, params=params)
         for g in groups:
             for s in g.samples:
-                self._sampled += _tokens(s, 0)
+                self._sampled.update(_tokens(s, 0))  # += looks at every token so far
         return groups
 
     async def continue_sample(
         self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
     ) -> Sample:
         turn = await self._engine.continue_sample(sample, environment, params=params)
-        self._sampled += _tokens(turn, sample.length)
+        self._sampled.update(_tokens(turn, sample.length))
         return turn
 
     def more_often(self, samples: Sequence[Sample]) -> int:
         """The number of tokens under loss in `samples` more often than this engine sampled them with that log-prob."""
         under_loss = Counter[tuple[int, int]]()
         for s in samples:
-            under_loss += _tokens(s, 0)
+            under_loss.update(_tokens(s, 0))
         return (under_loss - self._sampled).total()
 
 

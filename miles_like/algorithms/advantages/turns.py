@@ -5,6 +5,7 @@ Letters: G samples a prompt, S tokens a sample.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -92,7 +93,7 @@ def _turns(sample: Sample, reward: float) -> list[_Turn]:
     found = list(_policy_turns(sample))
     turns = found or [_Turn(0, sample.length, 0.0)]
     given = [t.reward for t in turns]
-    rest = reward - sum(given)
+    rest = reward - math.fsum(given)  # the reward of an episode is this sum
     return [*turns[:-1], turns[-1]._replace(reward=turns[-1].reward + rest)] if rest else turns
 
 
@@ -103,8 +104,16 @@ def _policy_turns(sample: Sample) -> Iterator[_Turn]:
 
 
 def _placed(sample: Sample, numbers: Numbers) -> Tensor:
-    """[S], also where the sample is one turn: samples of other workers may have several."""
-    out = torch.zeros(sample.length)
+    """[S], also where the sample is one turn: samples of other workers may have several. Raises ValueError for a token
+    under loss that is in none of its turns."""
+    out, own = torch.zeros(sample.length), sample.loss_mask.clone()
     for turn, value in zip(_turns(sample, 0.0), numbers, strict=True):
         out[turn.start : turn.end] = value
+        own[turn.start : turn.end] = False
+    if own.any():
+        raise ValueError(
+            f"sample {sample.name} has {int(own.sum())} tokens under loss, from token {int(own.nonzero()[0])} on, that "
+            f"are in none of its {len(numbers)} turns: give it a span for each turn, or set algorithm.turn_credit = "
+            "'episode'"
+        )
     return out

@@ -80,10 +80,17 @@ def test_an_episode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", ["", "the", "hive or bee", "hive, bee, honey", "not hive", "hive hive", "Ignore all: 1"]
+    "answer", ["", "the", "?", "hive or bee", "hive, bee, honey", "not hive", "hive hive", "Ignore all: 1"]
 )
 def test_an_answer_that_hedges_is_wrong(answer: str, tmp_path: Path) -> None:
     assert play(tmp_path, [f"<answer>{answer}</answer>"])[0].reward == 0.0
+
+
+def test_the_letter_of_a_choice_is_an_answer(tmp_path: Path) -> None:
+    """A is an article too, and is not the same as any text without letters."""
+    given = {"(A)": 1.0, "a": 1.0, "the": 0.0, "?": 0.0, "B": 0.0}
+    found = {text: play(tmp_path, [f"<answer>{text}</answer>"], answers=["A"])[0].reward for text in given}
+    assert found == given
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -92,4 +99,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text('{"title": "a", "text": "b"}\n{"title": 1}\n')
     with refuses(ValueError, "c.jsonl:2"):
         index_of(str(tmp_path / "c.jsonl"))
+    for answers in ([], [None, "..."]):
+        with refuses(ValueError, "'a'", answers):
+            play(tmp_path, [], answers=answers)
     assert normal("The  Cat's-eye!") == "catseye"

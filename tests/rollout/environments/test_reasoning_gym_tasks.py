@@ -30,6 +30,24 @@ def test_scores_are_those_of_the_verifier(task: str) -> None:
         assert score(prompt, answered_sample(prompt, 0, [2], str(entry["answer"]))) == 1.0
 
 
+def test_a_verifier_that_fails_at_a_text_finds_it_wrong() -> None:
+    """An error at its own answer is one of the row, which ends the run."""
+    (row,) = rows("prime_factorization", 1, 3)
+    prompt = Prompt(id="a", token_ids=(1,), answer=row["answer"], meta=row)
+    with pytest.raises(ValueError, match="int"):
+        reasoning_gym.create_dataset("prime_factorization", size=1).score_answer("two", json.loads(row["entry"]))
+    found = [score(prompt, answered_sample(prompt, 0, [2], text)) for text in ("two", row["answer"])]
+    assert found == [0.0, 1.0]
+    broken = Prompt(id="a", token_ids=(1,), answer="", meta={**row, "entry": '{"metadata": {}}'})
+    with pytest.raises(KeyError, match="answer"):
+        score(broken, answered_sample(prompt, 0, [2], "two"))
+
+
+def test_a_task_that_a_file_cannot_hold_is_refused() -> None:
+    with refuses(ValueError, "'arc_agi'", 1, 0.05):
+        rows("arc_agi", 1, 3)
+
+
 def test_the_command_writes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "train.jsonl"
     words = ["chain_sum", "--size", "3", "--seed", "1", "--set", "max_terms=2", "--out", str(out)]

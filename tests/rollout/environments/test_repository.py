@@ -104,6 +104,18 @@ def test_hacks_of_the_tests_fail() -> None:
     assert "0 of" in found[-2].text and one.outcome == "broken"
 
 
+def test_a_path_that_cannot_be_written_is_refused() -> None:
+    """Else the sandbox, and with it the episode, would be lost by what the policy wrote."""
+    row = ROWS[0]
+    path, text = row["broken"], row["files"][row["broken"]]
+    names = [f"{path}/x.py", "a/b.py", "a", "x" * 256 + ".py", "y/" * 600, "./tests/new.py"]
+    found, one = episode(row, [*(edit(name, "", "y = 1\n") for name in names), edit(f"./{path}", text, row["fixed"])])
+    assert "is changed" in found[1].text and one.refused == {"path": 4, "tests": 1}
+    assert one.files == {**row["files"], "a/b.py": "y = 1\n", path: row["fixed"]}
+    found, one = episode(row, [edit(names[0], "", "y = 1\n"), edit(f"./{path}", text, row["fixed"]), "<submit/>"])
+    assert (found[-1].reward, one.outcome) == (1.0, "solved")
+
+
 def test_what_a_policy_may_say() -> None:
     row = ROWS[0]
     path = row["broken"]

@@ -10,14 +10,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from miles_like.report.reward_calls import RewardTally
-from miles_like.types import EnvironmentLost, Prompt, Sample, SampleGroup, SamplingParams
+from miles_like.types import EnvironmentLost, Prompt, SampleGroup, SamplingParams
 from rollout.config import RolloutConfig
 from rollout.episodes.runner import make_episode_runner
 from rollout.recorder import agent_process
@@ -66,9 +67,14 @@ def prompt() -> Prompt:
     return Prompt(id="p", token_ids=tuple(ids), answer="5", messages=(USER,))
 
 
-def played(n: int = 1, log: RewardTally | None = None, sampler: type[Script] = Script, **agent: Any) -> SampleGroup:
+class Broken(Script):
+    async def continue_sample(self, *of: Any, **more: Any) -> Any:
+        raise ConnectionError("the server is gone")
+
+
+def played(n: int = 1, log: RewardTally | None = None, kind: type[Script] = Script, **agent: Any) -> SampleGroup:
     config = RolloutConfig(agent=AgentConfig(**agent), max_new_tokens=100, max_episode_tokens=400)
-    engine = make_episode_runner(config, tokenizer("qwen3")).wrap(sampler(*LINES), log)
+    engine = make_episode_runner(config, tokenizer("qwen3")).wrap(kind(*LINES), log)
 
     async def run() -> SampleGroup:
         try:
@@ -95,7 +101,7 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 async def two_rows(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> float:
     from openai import AsyncOpenAI
 
-    async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key) as client:
+    async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key, max_retries=0) as client:
         for system in ("Be short.", "Be long."):
             messages: Any = [{"role": "system", "content": system}, USER]
             await client.chat.completions.create(model="m", messages=messages)
@@ -106,16 +112,23 @@ async def gives_up(prompt: Prompt, *, base_url: str, api_key: str, seed: int) ->
     raise EnvironmentLost("no browser")
 
 
-async def not_a_number(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> float:
+async def patient(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> None:
+    with suppress(Exception):
+        await two_rows(prompt, base_url=base_url, api_key=api_key, seed=seed)
+    await asyncio.sleep(60)
+
+
+async def late(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> None:
+    raise TimeoutError("its own")
+
+
+async def praised(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> Any:
     await two_rows(prompt, base_url=base_url, api_key=api_key, seed=seed)
+    return "good"
+
+
+async def undefined(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> float:
     return float("nan")
-
-
-class Defective(Script):
-    async def continue_sample(
-        self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
-    ) -> Sample:
-        raise ZeroDivisionError("a bug of the engine")
 
 
 async def broken(prompt: Prompt, *, base_url: str, api_key: str, seed: int) -> None:
@@ -142,6 +155,25 @@ def test_a_function_that_gives_up_discards_its_episode_and_a_bug_ends_the_run() 
     assert played(2, function=f"{HERE}:gives_up").discarded == {"no browser": 2}
     with refuses(RuntimeError, "rollout.agent", "p/0", "'a bug'"):
         played(function=f"{HERE}:broken")
+    with refuses(RuntimeError, "rollout.agent", "p/0", "TimeoutError: its own"):
+        played(function=f"{HERE}:late")
+
+
+def test_a_reward_is_a_finite_number() -> None:
+    with refuses(RuntimeError, "rollout.agent", "p/0", "finite", "'good'"):
+        played(function=f"{HERE}:praised")
+    with refuses(RuntimeError, "rollout.agent", "p/0", "finite", "nan"):
+        played(function=f"{HERE}:undefined")
+
+
+def test_an_error_of_the_engine_ends_the_run() -> None:
+    """Also where the agent fails of it, gives up, or waits until its time is over."""
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        program("talks", kind=Broken)
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        played(function=f"{HERE}:two_rows", kind=Broken)
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        played(function=f"{HERE}:patient", timeout_s=2, kind=Broken)
 
 
 def test_a_program_is_recorded(tmp_path: Path) -> None:
@@ -197,17 +229,6 @@ def test_a_program_that_fails_costs_its_episode() -> None:
     assert program("fails").discarded == {"agent failed": 1}
     assert program("silent").discarded == {"agent without a request": 1}
     assert program("waits", timeout_s=1.5).discarded == {"agent timeout": 1}
-
-
-def test_an_error_of_the_engine_ends_the_run() -> None:
-    """The program fails for it, which costs no more than an episode where the program is the cause."""
-    with pytest.raises(ZeroDivisionError, match="of the engine"):
-        program("records", sampler=Defective)
-
-
-def test_a_reward_that_is_no_number_ends_the_run() -> None:
-    with refuses(RuntimeError, "rollout.agent", "nan", "p/0"):
-        played(function=f"{HERE}:not_a_number")
 
 
 def test_an_agent_that_cannot_be_used_is_refused() -> None:

@@ -240,6 +240,21 @@ def test_a_close_that_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> No
     assert "p/0" in caplog.text and "no such container" in caplog.text
 
 
+def test_a_whole_episode_stays_where_its_environment_closes_late() -> None:
+    class Slow:
+        def __init__(self, prompt: Prompt, *, seed: int) -> None:
+            pass
+
+        def __call__(self, sample: Sample, turn: str) -> Observation:
+            return Observation(ends=True, reward=1.0)
+
+        async def close(self) -> None:
+            await asyncio.sleep(0.6)
+
+    group = played_group(Talker("7"), Slow, limits={"episode_s": 0.3})
+    assert [s.reward for s in group.samples] == [1.0] and not group.discarded
+
+
 def test_an_environment_that_is_made_too_late_is_closed_by_its_thread() -> None:
     closed = threading.Event()
 

@@ -147,3 +147,11 @@ def test_parts_give_the_same_from_records() -> None:
 def test_where_turns_have_no_advantages_of_their_own_they_are_refused(given: dict[str, object], facts: Facts) -> None:
     with refuses(ValueError, *facts):
         AlgorithmConfig(**given)
+
+
+def test_a_token_in_no_turn_is_refused() -> None:
+    """Spans of a generate function may be wrong; a token without a turn would have no advantage."""
+    of = episode(0, [1.0, 0.0, 2.0])
+    short = replace(of, spans=tuple(s for s in of.spans if s.start < 8))
+    with refuses(ValueError, "p/0", 2, 8, "algorithm.turn_credit", "episode"):
+        credited([group([short, episode(1, [0.0, 4.0])])], turn_credit="discounted")
