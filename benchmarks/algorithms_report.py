@@ -65,7 +65,8 @@ def put_into(page: Path, section: str, begin: str, end: str, text: str) -> None:
     now = page.read_text()
     if begin not in now:
         now = now.rstrip("\n") + "\n" + section
-    before, after = now[: now.index(begin) + len(begin)], now[now.index(end) :]
+    at = now.index(begin) + len(begin)
+    before, after = now[:at], now[now.index(end, at) :]
     page.write_text(f"{before}\n\n{text}\n\n{provenance()}\n\n{after}")
 
 
