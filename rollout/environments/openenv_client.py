@@ -11,7 +11,8 @@
 
 A message is `{"type": "reset" | "step" | "close", "data": {...}}`, its reply `{"type": "observation", "data":
 {"observation": {...}, "reward": number | null, "done": bool}}`. Needs `pip install 'miles-like[openenv]'`. A server
-that does not answer loses the episode; one that reports an error ends the run.
+that does not answer, or has no room, loses the episode. An action that it refuses, or at which its environment fails,
+is answered with its message; every other error ends the run.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from miles_like.types import EnvironmentLost, Observation, Prompt, Sample
 from rollout.environments.replies import Replies
 
 _MESSAGE_BYTES = 16 << 20
+_OF_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # codes of WSErrorCode: what the policy chose cannot be done
+_NO_ROOM = "CAPACITY_REACHED"
+_SHOWN = 500  # most characters of a message that the policy is shown
 
 
 class OpenEnv(Replies):
@@ -51,7 +55,8 @@ class OpenEnv(Replies):
         self._socket: Any = None
 
     async def __call__(self, sample: Sample, turn: str) -> Observation:
-        """Raises EnvironmentLost where the server does not answer, RuntimeError where it reports an error."""
+        """Raises EnvironmentLost where the server does not answer or has no room, RuntimeError where it reports an
+        error that is not of an action."""
         if self._socket is None:
             first = await self._ask("reset", {"seed": self._seed, **self.reset})
             if self.begins:
@@ -59,7 +64,10 @@ class OpenEnv(Replies):
         chosen = self.action(turn)
         if chosen is None:
             return self.reply(self.refusal)
-        found = await self._ask("step", dict(chosen))
+        try:
+            found = await self._ask("step", dict(chosen))
+        except _RefusedError as e:
+            return self.reply(str(e)[:_SHOWN] or self.refusal)
         reward = None if found.get("reward") is None else float(found["reward"])
         if found.get("done"):
             await self.close()
@@ -74,16 +82,29 @@ class OpenEnv(Replies):
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         from websockets.asyncio.client import connect
-        from websockets.exceptions import WebSocketException
+        from websockets.exceptions import InvalidStatus, WebSocketException
 
         try:
             if self._socket is None:
                 self._socket = await connect(f"{self.url.rstrip('/')}/ws", max_size=_MESSAGE_BYTES, proxy=None)
             await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
             reply = json.loads(await self._socket.recv())
+        except InvalidStatus as e:
+            if (status := e.response.status_code) >= 500 or status == 429:
+                raise EnvironmentLost(f"no session of the OpenEnv server: HTTP {status}") from e
+            raise RuntimeError(f"the OpenEnv server refused a session at /ws with HTTP {status}: check url") from e
         except (OSError, WebSocketException) as e:
             raise EnvironmentLost(f"no answer of the OpenEnv server: {type(e).__name__}") from e
         if reply.get("type") != "observation":
-            raise RuntimeError(f"the OpenEnv server at {self.url} answered {kind} with {str(reply)[:300]}")
+            error = reply.get("data") or {}
+            if error.get("code") == _NO_ROOM:
+                raise EnvironmentLost("the OpenEnv server has no room for a session")
+            if kind == "step" and error.get("code") in _OF_ACTION:
+                raise _RefusedError(str(error.get("message", "")))
+            raise RuntimeError(f"the OpenEnv server answered {kind} with {str(reply)[:300]}: see its log")
         found: Mapping[str, Any] = reply["data"]
         return found
+
+
+class _RefusedError(Exception):
+    """The server's words about an action."""

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import pytest
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 from websockets.asyncio.server import ServerConnection, serve
 
@@ -95,13 +96,51 @@ def test_the_first_observation_where_the_first_turn_is_no_action() -> None:
     assert contents == ['{"left": 3, "seed": 7}', OpenEnv.refusal, '{"echo": "b", "left": 2}'] and left == 0
 
 
+def failed(code: str, message: str) -> dict[str, Any]:
+    return {"type": "error", "data": {"message": message, "code": code}}
+
+
+@pytest.mark.parametrize("code", ["VALIDATION_ERROR", "EXECUTION_ERROR"])
+def test_an_action_that_cannot_be_done_is_answered(code: str) -> None:
+    """By the server's message; the episode goes on."""
+
+    def answer(message: Reset | Step, number: int) -> Mapping[str, Any]:
+        return failed(code, "no such action") if number == 1 else count_down(message, number)
+
+    found, left = play(answer, ["a", "b", "c"])
+    assert found[0].text == "\nno such action\n" and [one.ends for one in found] == [False, False, True] and left == 0
+
+
+@pytest.mark.parametrize(("status", "error"), [(404, RuntimeError), (503, EnvironmentLost)])
+def test_a_server_without_the_path_ends_the_run_and_one_that_is_busy_loses_the_episode(
+    status: int, error: type[Exception]
+) -> None:
+    async def run() -> None:
+        def no(connection: ServerConnection, request: Any) -> Any:
+            return connection.respond(status, "")
+
+        async def session(socket: ServerConnection) -> None:
+            """Is not reached."""
+
+        async with serve(session, "127.0.0.1", 0, process_request=no) as server:
+            made = type("Made", (OpenEnv,), {"url": f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"})
+            prompt = Prompt(id="a", token_ids=(1,), answer="")
+            await made(prompt, seed=0)(answered_sample(prompt, 0, [2], ""), "a")
+
+    with refuses(error, status):
+        asyncio.run(run())
+
+
 def test_a_server_that_ends_loses_the_episode_and_an_error_ends_the_run() -> None:
     with refuses(EnvironmentLost, "OpenEnv", "ConnectionClosedOK"):
         play(lambda message, number: count_down(message, number) if number < 2 else None, ["a", "b"])
     with refuses(EnvironmentLost, "OpenEnv", "ConnectionRefusedError"):
         play(count_down, ["a"], url="ws://127.0.0.1:1")
-    error = {"type": "error", "data": {"message": "no such action", "code": "EXECUTION_ERROR"}}
-    with refuses(RuntimeError, "no such action", unrecorded="a port"):
-        play(lambda message, number: error, ["a"])
+    full = failed("CAPACITY_REACHED", "8 sessions")
+    with refuses(EnvironmentLost, "OpenEnv", "room"):
+        play(lambda message, number: full, ["a"])
+    for broken in (failed("FACTORY_ERROR", "no factory"), failed("EXECUTION_ERROR", "no level")):
+        with refuses(RuntimeError, "reset", broken["data"]["message"]):
+            play(lambda message, number, broken=broken: broken, ["a"])
     with refuses(ValueError, "OpenEnv.url", "ws://"):
         OpenEnv(Prompt(id="a", token_ids=(1,), answer=""), seed=0)
