@@ -415,8 +415,15 @@ async def _one(teacher: Teacher, group: SampleGroup) -> list[TeacherScores]:
 
 
 def _response(prompt: Prompt, sample: Sample) -> Tensor:
-    """[R] tokens after the prompt, including those of an environment."""
-    return sample.token_ids[len(prompt.token_ids) :]
+    """[R] tokens after the prompt, including those of an environment. Raises ValueError for a further row of an episode
+    that does not begin with the prompt: what a teacher would be fed before it is not known."""
+    n = len(prompt.token_ids)
+    if sample.row and (sample.token_ids[:n].tolist() != list(prompt.token_ids) or bool(sample.loss_mask[:n].any())):
+        raise ValueError(
+            f"sample {sample.name}, a further row of its episode, does not begin with the {n} tokens of its prompt, "
+            "after which a teacher scores: remove the teachers, or let every row begin with the prompt"
+        )
+    return sample.token_ids[n:]
 
 
 def after_prompt(group: SampleGroup, prompt_of: PromptOf) -> SampleGroup:

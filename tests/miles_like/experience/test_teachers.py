@@ -435,6 +435,16 @@ def test_a_server_of_the_rollout_that_does_not_answer_is_passed_over(error: type
             asyncio.run(ServerTeacher(name="self", clients=clients, at_once=1, own=False).score(groups()))
 
 
+def test_a_further_row_with_another_prompt_is_refused_by_teachers() -> None:
+    """Its tokens after the prompt's length are not what follows the prompt."""
+    (one, _) = groups()
+    client: Any = Flaky(0)
+    teacher, row = ServerTeacher(name="big", clients=(client,)), replace(one.samples[0], row=1)
+    assert len(asyncio.run(teacher.score([replace(one, samples=(row,))]))) == 1
+    with refuses(ValueError, row.name, 3, "row"):
+        asyncio.run(teacher.score([replace(one, samples=(replace(row, token_ids=row.token_ids + 1),))]))
+
+
 @pytest.mark.parametrize("apart_s", [0.0, 61.0])
 def test_a_server_that_ends_again_and_again_ends_the_run(apart_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless that takes so long that its restarts do not count together."""
