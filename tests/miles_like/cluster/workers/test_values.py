@@ -69,7 +69,7 @@ def made(prompt: Prompt) -> SampleGroup:
         if n % 2:
             s = replace(s, versions=(VersionSpan(0, 0, 2), VersionSpan(1, 2, tokens)))
         mask = s.loss_mask.clone()
-        mask[3] &= n % 2 == 0
+        mask[3] &= n % 2 == 0 and prompt.source != "turns"  # there it is the environment's
         finish = Finish.LENGTH if n == 4 and i else Finish.STOP
         samples.append(replace(s, loss_mask=mask, logprobs=torch.where(mask, s.logprobs, 0.0), finish=finish))
     if prompt.source == "turns":
