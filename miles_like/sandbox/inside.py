@@ -232,7 +232,7 @@ def interpreted(code: str) -> int:
     except BaseException as e:
         status = 1
         traceback.print_exception(type(e), e, e.__traceback__ and e.__traceback__.tb_next)
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads, as the end of an interpreter does
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -181,7 +181,7 @@ class _Box:
     def __init__(self, command: Sequence[str], config: SandboxConfig) -> None:
         self._config, self._command, self.runs = config, command, 0
         self._lock, self._started, self._doomed = threading.Lock(), False, False
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the sandbox
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         # runsc changes its root to the temporary directory, which must be one that every user may read
         variables = {name: value for name, value in inherited().items() if name != "TMPDIR"}
